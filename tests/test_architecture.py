@@ -72,6 +72,7 @@ ROOMS = (
     "trainer/study",
     "trainer/replay",
     "trainer/replay/peers",
+    "trainer/diagnose",
     "trainer/cli",
     "trainer",
 )

@@ -38,6 +38,7 @@ def make_run(rows: list[dict[str, Any]], **other: Any) -> RunData:
         "environment": {},
         "status": {},
         "accounting": {},
+        "diagnosis": {},
         "remarks": [],
     }
     return RunData(name="made", rows=rows, **(empty | other))

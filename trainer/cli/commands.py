@@ -49,6 +49,7 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity study <recipe> [study.key=value] ...  one run per correction, rollout precision and seed, on one page
   parity eval <recipe> checkpoint=<run.dir>    accuracy, avg@k, pass@k and maj@k of a run, a model or the base model
   parity replay <run.dir> step=N               a step that was written down, under every correction
+  parity diagnose <run.dir>, <bundle>          why engine and trainer disagree, cause by cause
   parity report <run.dir> [<run.dir> ...]      the page of a run, or one that compares several
   parity export <run.dir> <directory>          the newest checkpoint of a run as a Hugging Face model
   parity doctor                                check this machine
@@ -128,6 +129,22 @@ USAGES = {
         "  One process on the CPU: no Ray, no engine. The row of the run's own correction is what it logged, to the\n"
         "  last bit. See docs/replay.md.\n"
     ),
+    "diagnose": (
+        "parity diagnose <run.dir> [step=N] [tokens=1024] [device=cpu] [out=DIR]\n\n"
+        "  Takes one more step from the newest checkpoint, in a directory of its own, and says why engine and\n"
+        "  trainer disagree on it: causes, their parts of K3, what to change.\n\n"
+        "  step=N               a step that the run wrote down (dump.every), whose weights are in a checkpoint\n"
+        "  tokens=N             response tokens to judge; each is scored a few hundred times\n"
+        "  out=DIR              where diagnosis.json and diagnosis.html go; without it <run.dir>/diagnosis\n\n"
+        "parity diagnose <bundle> [model=DIR] [older=DIR,...] [key=value ...]\n\n"
+        "  A step of any trainer (docs/bundle.md) with token_ids, prompt_ids and prompt_lengths.\n\n"
+        "  model=DIR            the weights that sampled, as transformers loads them; without it only the numbers\n"
+        "                       are judged\n"
+        "  older=DIR,...        weights before, newest first: to recognise stale ones\n"
+        "  temperature=, trainer_dtype=, rollout_dtype=, quantization=\n"
+        "                       what the bundle does not say of itself\n\n"
+        "  See docs/diagnose.md.\n"
+    ),
     "export": (
         "parity export <run.dir> <directory> [--best] [--adapter]\n\n"
         "  Write the newest good checkpoint of a run as a Hugging Face model with its tokenizer,\n"
@@ -138,7 +155,8 @@ USAGES = {
     ),
     "report": (
         "parity report <run.dir> [<run.dir> ...] [-o FILE]\n\n"
-        "  <run.dir>            directory of a run, also of one that is still running\n"
+        "  <run.dir>            directory of a run, also of one that is still running; or one bundle of any trainer,\n"
+        "                       whose page is <bundle>.html (docs/bundle.md)\n"
         "  -o, --out FILE       the page; without it report.html of the run, or comparison.html here for several.\n"
         "                       An older page is replaced.\n\n"
         "  Writes one HTML file that opens offline and prints its path. Several runs: one curve each, what differs in\n"
@@ -201,6 +219,8 @@ def _dispatch(words: list[str]) -> int:
             from trainer.cli.evaluate import run_eval as run_command
         case "replay":
             from trainer.cli.replay import run_replay as run_command
+        case "diagnose":
+            from trainer.cli.diagnose import run_diagnose as run_command
         case "report":
             from trainer.cli.report import run_report as run_command
         case "export":

@@ -10,7 +10,7 @@ from trainer.rundir.text import to_stderr
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run failed; nothing was started because of the command line; ended by Ctrl-C."""
 
-COMMANDS = ("train", "resume", "study", "eval", "replay", "report", "recipes", "export", "doctor")
+COMMANDS = ("train", "resume", "study", "eval", "replay", "diagnose", "report", "recipes", "export", "doctor")
 BEST_FLAG = "--best"
 ADAPTER_FLAG = "--adapter"
 COMPLETION_FLAGS = ("-sc", "--shell-completion")

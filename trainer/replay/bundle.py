@@ -141,6 +141,8 @@ def _problems(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Ite
     of_prompts = tensors.get("prompt_lengths")
     if (of_prompts is None) != ("prompt_ids" not in tensors):
         yield "prompt_lengths and prompt_ids belong together: one of them is missing"
+    elif of_prompts is not None and len(of_prompts) and int(of_prompts.min()) < 1:
+        yield "prompt_lengths must be at least 1"
     elif of_prompts is not None:
         sizes.append((OF_PROMPTS, int(of_prompts.sum(dtype=torch.int64)), "sum of prompt_lengths"))
     for names, wanted, of in sizes:

@@ -30,6 +30,10 @@ _TEXTS = ("prompt", "response", "answer")
 """Keys of a sample that hold text."""
 
 
+DIAGNOSIS_FILE = Path("diagnosis", "diagnosis.json")
+"""Of `parity diagnose`, in the directory of the run."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
     """Content of the files in a run directory."""
@@ -50,6 +54,8 @@ class RunData:
     status: Row
     accounting: Row
     """Accounting of the hardware's limits, on which the fractions are based."""
+    diagnosis: Row
+    """What `parity diagnose` found; empty if nobody asked."""
     remarks: list[str]
     """Problems of unreadable files and lines."""
 
@@ -87,6 +93,7 @@ def load_run(run_dir: Path) -> RunData:
         environment=_read_mapping(run_dir / "environment.json", remarks),
         status=_read_mapping(run_dir / STATUS_FILE, []),
         accounting=_read_mapping(run_dir / "accounting.json", []),
+        diagnosis=_read_mapping(run_dir / DIAGNOSIS_FILE, []) if (run_dir / DIAGNOSIS_FILE).is_file() else {},
         remarks=remarks,
     )
 

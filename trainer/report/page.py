@@ -4,6 +4,7 @@
     headline.py  content around the charts: headline numbers, phases, configuration and its differences
     sections.py  charts over steps
     present.py   the charts that a run has numbers for, or that compare several, and their numbers
+    diagnosis.py what `parity diagnose` found
     bins.py      difference of the engines (histograms.jsonl)
     samples.py   samples and their tokens, coloured by Delta
     spec.py      Section, Chart, Series, Table
@@ -21,6 +22,7 @@ from pathlib import Path
 from trainer.report import headline
 from trainer.report.bins import histogram_section, unreadable
 from trainer.report.data import RunData, at, load_run, load_runs
+from trainer.report.diagnosis import diagnosis_section
 from trainer.report.frame import render_page, write_page
 from trainer.report.present import MAX_POINTS, compared, dash_of, present, run_tables, slot_of
 from trainer.report.samples import coloured, legend, prompt_frame, sample_tables, worst_samples
@@ -118,6 +120,11 @@ def contents(runs: Sequence[RunData]) -> tuple[list[Section], dict[str, Table]]:
     if section is not None:  # behind the section of the mismatch
         sections.insert(place, section)
         tables |= more
+    if alone:
+        section, more = diagnosis_section(runs[0])
+        if section is not None:
+            sections.insert(place, section)
+            tables |= more
     for index, run in enumerate(runs):
         tables |= run_tables(run, sections, suffix="" if alone else f"/{index}")
     return sections, tables

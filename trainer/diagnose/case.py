@@ -1,0 +1,135 @@
+"""One side's log-probs against what a scoring says: how far apart they are, and whether a change brings them closer.
+
+K3 grows with the exponential of a difference, so that one token can outweigh thousands. Causes are therefore compared
+by a misfit that equals K3 for small differences and grows linearly for large ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.diagnose.scorer import Scorer
+from trainer.diagnose.scoring import Scoring
+
+LINEAR_FROM = 1.0
+"""Nats from which the misfit is linear."""
+SURE = 4.0
+"""Standard errors that the mean change of a token has to be away from none."""
+NEARLY_NOTHING = 0.1
+"""Share of the misfit that may be left of a cause that is sure by its size."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A possible cause."""
+
+    rung: str
+    """Rung of the ladder that tried it."""
+    name: str
+    """The cause in one or two words: the same for all seeds and models."""
+    what: str
+    """The cause as a sentence without a subject: what this side does."""
+    remedy: str
+    """What to change."""
+    scoring: Scoring
+    """With the cause in it."""
+    least_gain: float = 0.2
+    """Share of the misfit that it has to take away. A fitted number takes some away from anything."""
+    alike: tuple[str, ...] = ()
+    """Other causes that give the same log-probs."""
+    case: Case | None = None
+    """The case with the cause taken out of its numbers, for what no scoring expresses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Case:
+    """Log-probs that are to be explained."""
+
+    scorer: Scorer
+    target: Tensor
+    """[R] float64, nats: those of the engine, or of the trainer."""
+    mask: Tensor
+    """[R] bool: tokens that count."""
+
+    def misfits(self, scorings: Sequence[Scoring]) -> Tensor:
+        """[C, R] float64: misfit of every token; NaN where it does not count."""
+        return misfit(torch.where(self.mask, self.target - self.scorer.score(scorings), math.nan))
+
+    def total(self, scoring: Scoring) -> float:
+        """Mean misfit over the tokens."""
+        return self.totals([scoring])[0]
+
+    def totals(self, scorings: Sequence[Scoring]) -> list[float]:
+        """Mean misfit over the tokens, of every scoring; infinite if one that should have a log-prob has none."""
+        misfits = self.misfits(scorings)
+        means = misfits.nanmean(-1).nan_to_num(math.inf)
+        for number, scoring in enumerate(scorings):
+            if not scoring.shift and bool(misfits[number][self.mask].isnan().any()):  # 16 bits overflowed
+                means[number] = math.inf
+        totals: list[float] = means.tolist()
+        return totals
+
+    def best(self, scorings: Sequence[Scoring]) -> tuple[int, float]:
+        """(number of the scoring that fits best, its mean misfit)."""
+        totals = self.totals(scorings)
+        number = min(range(len(totals)), key=totals.__getitem__)
+        return number, totals[number]
+
+    def fitted(self, make: Callable[[float], Scoring], low: float, high: float, *, steps: int) -> tuple[float, float]:
+        """(value from `low` to `high` that fits best, its mean misfit), by golden section: one minimum is assumed."""
+        inner = [high - GOLDEN * (high - low), low + GOLDEN * (high - low)]
+        totals = self.totals([make(value) for value in inner])
+        for _ in range(steps):
+            left = totals[0] <= totals[1]
+            low, high = (low, inner[1]) if left else (inner[0], high)
+            new = high - GOLDEN * (high - low) if left else low + GOLDEN * (high - low)
+            inner = [new, inner[0]] if left else [inner[1], new]
+            of_new = self.total(make(new))
+            totals = [of_new, totals[0]] if left else [totals[1], of_new]
+        number = 0 if totals[0] <= totals[1] else 1
+        return inner[number], totals[number]
+
+    def is_sure(self, before: Scoring, candidate: Candidate) -> bool:
+        """True if the candidate brings the tokens closer by more than chance would have it.
+
+        Nearly the whole misfit does not go by chance. Less is judged by the signs of the changes, token by token: a few
+        tokens hold most of a misfit, so that its mean is never sure.
+        """
+        old = self.misfits([before])[0].sqrt()
+        new = (candidate.case or self).misfits([candidate.scoring])[0].sqrt()
+        both = ~(old.isnan() | new.isnan())
+        old, new = old[both], new[both]
+        if len(old) < 2:
+            return False
+        if float(new.square().sum()) < NEARLY_NOTHING * float(old.square().sum()):
+            return True
+        gain = (old - new) / (old + new).clamp_min(1e-12)
+        gain = gain[old + new > (old + new).mean() / 10]
+        return float(gain.mean()) > SURE * float(gain.std()) / math.sqrt(len(gain))
+
+    def small(self, base: Scoring, *, max_tokens: int) -> Case:
+        """The responses that differ most from `base`, about `max_tokens` tokens: for causes that are tried often."""
+        lengths = self.scorer.evidence.lengths
+        sums = [float(each.nansum()) for each in self.misfits([base])[0].split(lengths)]
+        order = sorted(range(len(lengths)), key=sums.__getitem__, reverse=True)
+        ends = itertools.accumulate(lengths[number] for number in order)
+        chosen = sorted(order[: max(1, sum(end <= max_tokens for end in ends))])
+        targets, masks = self.target.split(lengths), self.mask.split(lengths)
+        return Case(
+            scorer=self.scorer.of_responses(chosen, most=max_tokens),
+            target=torch.cat([targets[number][:max_tokens] for number in chosen]),
+            mask=torch.cat([masks[number][:max_tokens] for number in chosen]),
+        )
+
+
+def misfit(deltas: Tensor) -> Tensor:
+    """d^2 / 2 up to LINEAR_FROM and linear from there on (Huber's loss), elementwise, nats."""
+    size = deltas.abs()
+    return torch.where(size <= LINEAR_FROM, deltas.square() / 2, LINEAR_FROM * (size - LINEAR_FROM / 2))

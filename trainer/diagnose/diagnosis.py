@@ -1,0 +1,341 @@
+"""Evidence and a model -> the parts of K3, each with its cause and its remedy.
+
+Three kinds of log-probs are compared for the same tokens: those of the trainer, those of the engine, and those of the
+definition, computed here from the weights. A side that differs from the definition by more than its arithmetic has a
+cause, which the ladder looks for. Then one thing at a time is changed, from the trainer's log-probs to the engine's:
+the parts are differences of K3 against the engine, and add up to the whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from algorithms.kl import k3
+from rollout.config import DType, Quantization
+from trainer.diagnose.case import Candidate, Case, misfit
+from trainer.diagnose.evidence import Evidence
+from trainer.diagnose.ladder import NOISE, SOLVED, Explanation, explain
+from trainer.diagnose.rungs import fitted_temperature, other_orders
+from trainer.diagnose.scorer import OtherWeightsError, Scorer
+from trainer.diagnose.scoring import Scoring
+
+logger = logging.getLogger(__name__)
+
+FLOAT32_NOISE = 1e-9
+"""Misfit of correct float32 arithmetic in any order, at most: 5e-5 nats."""
+ORDER_TOKENS = 96
+"""Response tokens that are read token by token."""
+LEAST_PART = 1e-4
+"""Share of K3 below which a part is not named."""
+MUCH = 0.2
+"""Share of K3 from which arithmetic in a type that nobody mentioned is looked for in what is left."""
+OTHER_WEIGHTS = 20.0
+"""Both sides lie further from the definition, by this factor, than from each other: the weights are not theirs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What both sides say of themselves."""
+
+    temperature: float | None = None
+    """None if nobody wrote it down: that of the trainer's log-probs is then taken."""
+    trainer_dtype: DType = DType.float32
+    engine_dtype: DType = DType.float32
+    quantization: Quantization = Quantization.none
+    """Of the engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A part of K3."""
+
+    side: str
+    """engine or trainer."""
+    rung: str
+    name: str
+    what: str
+    remedy: str
+    k3: float
+    """Nats per token; negative if the cause hides a part of another one."""
+    is_fault: bool
+    """False for arithmetic in the types that the two sides are said to have."""
+    alike: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """The answer."""
+
+    evidence: Evidence
+    k3: float
+    """Of the tokens of the evidence."""
+    parts: tuple[Part, ...]
+    """The largest first."""
+    unexplained: float
+    """What of K3 is left, nats per token."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def faults(self) -> tuple[Part, ...]:
+        """Causes that are no arithmetic, the largest first."""
+        return tuple(part for part in self.parts if part.is_fault)
+
+
+def diagnose(scorer: Scorer, settings: Settings, *, progress: Callable[[str], None] = logger.info) -> Diagnosis:
+    """Explain the evidence of `scorer`. `progress` is told what is tried.
+
+    Raises OtherWeightsError if both sides agree with each other and not with the weights.
+    """
+    evidence = scorer.evidence
+    base = Scoring(temperature=1.0 if settings.temperature is None else settings.temperature)
+    if settings.trainer_dtype is settings.engine_dtype:  # both round alike: no part of the mismatch
+        base = _arithmetic(base, settings.trainer_dtype, Quantization.none)
+    cases = {
+        "trainer": Case(scorer=scorer, target=evidence.trainer, mask=evidence.mask),
+        "engine": Case(scorer=scorer, target=evidence.engine, mask=evidence.mask),
+    }
+    notes: list[str] = []
+    if settings.temperature is None:
+        base = _temperature_of(cases["trainer"], base, notes)
+    dtypes = {"trainer": settings.trainer_dtype, "engine": settings.engine_dtype}
+    noises = {side: _noise(case, base, dtypes[side]) for side, case in cases.items()}
+    apart = float(misfit((evidence.engine - evidence.trainer)[evidence.mask]).mean())
+    found = {side: Explanation(case=case, causes=(), base=base) for side, case in cases.items()}
+    if apart > NOISE * sum(noises.values()):
+        for side, case in cases.items():
+            progress(f"{side}: K3 from the definition {_k3(case.target, scorer.score([base])[0], case.mask):.2e}")
+
+            def tell(rung: str, side: str = side) -> None:
+                progress(f"{side}: {rung}")
+
+            found[side] = explain(case, base, noise=noises[side], progress=tell)
+    if apart > 0:
+        _refuse_other_weights(cases, found, apart, noises)
+    if (of_age := age_note(evidence)) is not None:
+        notes.append(of_age)
+    return _Walk(evidence, scorer, settings, found, noises).diagnosis(notes)
+
+
+def age_note(evidence: Evidence) -> str | None:
+    """What is known of the age of the weights, where the bundle has versions and some are old."""
+    if evidence.lags is None or not bool((old := evidence.mask & (evidence.lags > 0)).any()):
+        return None
+    share = float(old.sum() / evidence.mask.sum())
+    of_old = _k3(evidence.engine, evidence.trainer, old) * share / max(evidence_k3(evidence), 1e-300)
+    oldest = int(evidence.lags[old].max())
+    return (
+        f"{share:.0%} of the tokens were sampled with weights up to {oldest} optimizer steps old; "
+        f"they have {of_old:.0%} of K3"
+    )
+
+
+def evidence_k3(evidence: Evidence) -> float:
+    """K3 of the tokens of the evidence."""
+    return _k3(evidence.engine, evidence.trainer, evidence.mask)
+
+
+def _temperature_of(case: Case, base: Scoring, notes: list[str]) -> Scoring:
+    """The temperature of the trainer's log-probs, where nobody wrote it down."""
+    before, found = case.total(base), fitted_temperature(case, base)
+    if before <= FLOAT32_NOISE or found is None or case.total(found.scoring) > SOLVED * before:
+        return base
+    temperature = round(found.scoring.temperature, 3)
+    notes.append(f"nobody wrote the temperature down; the trainer's log-probs have {temperature:g}")
+    return replace(base, temperature=temperature)
+
+
+def _arithmetic(base: Scoring, dtype: DType, quantization: Quantization) -> Scoring:
+    """The same computed in `dtype`."""
+    if dtype is DType.float32 and quantization is Quantization.none:
+        return base
+    return replace(base.with_body(arithmetic=dtype, rounded=dtype, quantization=quantization), head=dtype)
+
+
+def _noise(case: Case, base: Scoring, dtype: DType) -> float:
+    """Misfit that arithmetic in `dtype` makes of the same weights."""
+    if dtype is DType.float32:
+        return FLOAT32_NOISE
+    plain = replace(base.with_body(rounded=dtype, arithmetic=DType.float32), head=DType.float32)
+    one, other = case.scorer.score([plain, _arithmetic(plain, dtype, Quantization.none)])
+    return float(misfit((one - other)[case.mask]).mean())
+
+
+def _refuse_other_weights(
+    cases: dict[str, Case], found: dict[str, Explanation], apart: float, noises: dict[str, float]
+) -> None:
+    """Raise OtherWeightsError where the two sides agree much better than either does with the model."""
+    left = min(found[side].case.total(found[side].scoring) for side in cases)
+    if left > OTHER_WEIGHTS * max(apart, *noises.values()):
+        raise OtherWeightsError(
+            f"engine and trainer agree with each other (misfit {apart:.1e}), and neither with the model (at least "
+            f"{left:.1e}): it does not have the weights that sampled these tokens, the prompts are not those that were "
+            "read, or both sides do something that is not said. Give model= the weights of the step, and say "
+            "trainer_dtype=, rollout_dtype= and temperature="
+        )
+
+
+def _k3(engine: Tensor, other: Tensor, mask: Tensor) -> float:
+    """K3 in nats per token, over the tokens that have both."""
+    deltas = (other - engine)[mask]
+    deltas = deltas[~deltas.isnan()]
+    return float(k3(deltas).mean()) if len(deltas) else 0.0
+
+
+class _Walk:
+    """The way from the trainer's log-probs to the engine's, one change at a time; every change takes a part of K3."""
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        scorer: Scorer,
+        settings: Settings,
+        found: dict[str, Explanation],
+        noises: dict[str, float],
+    ) -> None:
+        self._evidence, self._scorer, self._settings = evidence, scorer, settings
+        self._trainer, self._engine, self._noises = found["trainer"], found["engine"], noises
+        self._target, self._mask = evidence.engine, evidence.mask
+        self._parts: list[Part] = []
+        self._whole = self._now = evidence_k3(evidence)
+        self._unexplained = 0.0
+
+    def diagnosis(self, notes: list[str]) -> Diagnosis:
+        """Walk, and say what was found."""
+        if self._trainer.causes or self._engine.causes:
+            self._from_trainer()
+            self._to_engine()
+        self._rest()
+        if not self._engine.causes and not self._trainer.causes:
+            notes.append(_order_note(self._engine.case, self._engine.base, self._settings.engine_dtype))
+        kept = [part for part in self._parts if abs(part.k3) > LEAST_PART * self._whole]
+        self._unexplained += sum(part.k3 for part in self._parts) - sum(part.k3 for part in kept)
+        return Diagnosis(
+            evidence=self._evidence,
+            k3=self._whole,
+            parts=tuple(sorted(kept, key=lambda part: -part.k3)),
+            unexplained=self._unexplained,
+            notes=tuple(notes),
+        )
+
+    def _take(self, side: str, cause: Candidate, after: float) -> None:
+        """A change leaves `after` of K3."""
+        self._parts.append(_part(side, cause, self._now - after, self._settings, self._evidence))
+        self._now = after
+
+    def _to(self, scoring: Scoring) -> float:
+        """K3 of the engine against `scoring`."""
+        return _k3(self._target, self._scorer.score([scoring])[0], self._mask)
+
+    def _from_trainer(self) -> None:
+        """Take the causes of the trainer away: from its own log-probs to the definition."""
+        explained = self._trainer
+        for cause in explained.causes:
+            if cause.case is not None:
+                self._mask = self._mask & cause.case.mask
+                self._take("trainer", cause, _k3(self._target, cause.case.target, self._mask))
+        after = self._to(explained.scoring)
+        if explained.case.total(explained.scoring) <= NOISE * self._noises["trainer"]:
+            own = _own_arithmetic("trainer", self._settings.trainer_dtype, explained.scoring)
+            self._take("trainer", own, after)
+        else:
+            self._unexplained += self._now - after
+            self._now = after
+        scorings = [explained.base, *(cause.scoring for cause in explained.causes)]
+        for cause, before in zip(reversed(explained.causes), reversed(scorings[:-1]), strict=True):
+            if cause.case is None:
+                self._take("trainer", cause, self._to(before))
+
+    def _to_engine(self) -> None:
+        """Put the causes of the engine in: from the definition to what it did."""
+        for cause in self._engine.causes:
+            if cause.case is not None:
+                self._target, self._mask = cause.case.target, self._mask & cause.case.mask
+            self._take("engine", cause, self._to(cause.scoring))
+
+    def _rest(self) -> None:
+        """Name arithmetic in what is left; the remainder is not explained.
+
+        Rounding in another order cannot be reproduced, but its size can: that of a type on the same tokens. It may be
+        of the types that the two sides are said to have, or, where it is much, of another one: then that is a fault.
+        """
+        settings, rest = self._settings, self._now
+        self._now = 0.0
+        known = [("engine", settings.engine_dtype), ("trainer", settings.trainer_dtype)]
+        known.append(("engine", self._engine.scoring.body.arithmetic))  # which a cause may have changed
+        for number, (side, dtype) in enumerate(known):
+            if rest <= NOISE * self._size(dtype):
+                cause = _own_arithmetic(side, dtype, self._engine.scoring)
+                part = _part(side, cause, rest, settings, self._evidence)
+                self._parts.append(replace(part, is_fault=number == len(known) - 1))
+                return
+        for dtype in (DType.bfloat16, DType.float16):
+            size = self._size(dtype)
+            if rest > MUCH * self._whole and size / NOISE < rest < size * NOISE:
+                cause = _own_arithmetic("engine", dtype, self._engine.scoring)
+                part = _part("engine", cause, rest, settings, self._evidence)
+                self._parts.append(replace(part, is_fault=True))
+                return
+        self._unexplained += rest
+
+    def _size(self, dtype: DType) -> float:
+        """K3 that arithmetic in `dtype` makes with the causes of the engine in it."""
+        if dtype is DType.float32:
+            return FLOAT32_NOISE
+        scoring = self._engine.scoring
+        plain = replace(scoring.with_body(arithmetic=DType.float32), head=DType.float32)
+        one, other = self._scorer.score([plain, _arithmetic(plain, dtype, scoring.body.quantization)])
+        return _k3(one, other, self._mask)
+
+
+def _part(side: str, cause: Candidate, k3: float, settings: Settings, evidence: Evidence) -> Part:
+    return Part(
+        side=side,
+        rung=cause.rung,
+        name=cause.name,
+        what=cause.what,
+        remedy=cause.remedy,
+        k3=k3,
+        is_fault=not _is_expected(side, cause, settings, evidence),
+        alike=cause.alike,
+    )
+
+
+def _is_expected(side: str, cause: Candidate, settings: Settings, evidence: Evidence) -> bool:
+    """True for arithmetic in the types that this side is said to have, and for an age that is written down."""
+    if cause.rung == "kernels":
+        return True
+    body = cause.scoring.body
+    dtype = settings.engine_dtype if side == "engine" else settings.trainer_dtype
+    if cause.name == "quantization":
+        is_said = body.quantization is settings.quantization and body.arithmetic in (DType.float32, dtype)
+        return side == "engine" and is_said
+    if cause.name == "stale weights":
+        return side == "engine" and evidence.lags is not None and bool((evidence.lags > 0).any())
+    if cause.name in ("rounded weights", "arithmetic"):
+        return dtype is (body.rounded if cause.name == "rounded weights" else body.arithmetic)
+    return cause.name == "head precision" and dtype is cause.scoring.head
+
+
+def _own_arithmetic(side: str, dtype: DType, scoring: Scoring) -> Candidate:
+    other = "trainer" if side == "engine" else "engine"
+    return Candidate(
+        rung="kernels",
+        name="arithmetic",
+        what=f"computes in {dtype.name}, in another order than the {other}",
+        remedy="rollout.exact=true on a CPU, or a wider type; corrections are for this",
+        scoring=scoring,
+    )
+
+
+def _order_note(case: Case, base: Scoring, dtype: DType) -> str:
+    """How much log-probs change by the order of the arithmetic alone, in this process: each way by itself."""
+    scoring = _arithmetic(base, dtype, Quantization.none)
+    small = case.small(scoring, max_tokens=ORDER_TOKENS)
+    ways = other_orders(scoring)
+    plain, *found = small.scorer.score([scoring, *ways.values()])
+    sizes = (f"{name} {_k3(one, plain, small.mask):.1e}" for name, one in zip(ways, found, strict=True))
+    return f"K3 of the order of the arithmetic alone, in {dtype.name} on {len(plain)} tokens: {', '.join(sizes)}"

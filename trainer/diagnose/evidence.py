@@ -1,0 +1,108 @@
+"""A bundle -> some of its responses with their prompts, and both log-probs of their tokens.
+
+A diagnosis scores the same tokens many times, so it takes whole responses up to a number of tokens. R: their response
+tokens, one response after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from algorithms.kl import k3
+from trainer.replay.bundle import Bundle, BundleError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Evidence:
+    """What was sampled, and what both sides said of it."""
+
+    prompts: list[Tensor]
+    """Token ids [P] int64 of the prompt of each response; all are empty without ids in the bundle."""
+    responses: list[Tensor]
+    """Token ids [L] int64 of each response; all are empty without ids in the bundle."""
+    lengths: list[int]
+    """Number of tokens of each response."""
+    engine: Tensor
+    """[R] float64: log-probs from the engine, nats."""
+    trainer: Tensor
+    """[R] float64: log-probs from the trainer with the weights that sampled, nats."""
+    mask: Tensor
+    """[R] bool: sampled by the model, and with a finite log-prob on both sides."""
+    lags: Tensor | None
+    """[R] int64: optimizer steps since the weights that sampled the token; None where nobody wrote it down."""
+    num_tokens: int
+    """Sampled tokens of the whole bundle."""
+    k3: float
+    """K3 of the whole bundle, nats per token."""
+
+    @property
+    def can_be_read(self) -> bool:
+        """True if the bundle has the token ids of prompts and responses."""
+        return all(map(len, self.prompts)) and all(map(len, self.responses))
+
+    def of_responses(self, numbers: Sequence[int], *, most: int) -> Evidence:
+        """Some of the responses, in the order of `numbers`, cut to `most` tokens: what comes later changes nothing."""
+
+        def of(values: Tensor) -> Tensor:
+            parts = values.split(self.lengths)
+            return torch.cat([parts[number][:most] for number in numbers])
+
+        return replace(
+            self,
+            prompts=[self.prompts[number] for number in numbers],
+            responses=[self.responses[number][:most] for number in numbers],
+            lengths=[min(most, self.lengths[number]) for number in numbers],
+            engine=of(self.engine),
+            trainer=of(self.trainer),
+            mask=of(self.mask),
+            lags=None if self.lags is None else of(self.lags),
+        )
+
+
+def evidence_of(bundle: Bundle, *, max_tokens: int) -> Evidence:
+    """Responses of `bundle`, evenly chosen among those with a token that counts, with about `max_tokens` such tokens.
+
+    A response is whole unless it alone has more tokens. Raises BundleError if no token has a finite log-prob on both
+    sides.
+    """
+    lengths = bundle.lengths.to(torch.int64)
+    engine, trainer = bundle.rollout_logprobs.double(), bundle.old_logprobs.double()
+    sampled = torch.ones(len(engine), dtype=torch.bool) if bundle.mask is None else bundle.mask.bool()
+    mask = sampled & engine.isfinite() & trainer.isfinite()
+    if not bool(mask.any()):
+        raise BundleError("no token of the bundle has a finite log-prob on both sides: there is nothing to explain")
+    prompts: list[Tensor] = []
+    responses: list[Tensor] = []
+    if bundle.token_ids is not None and bundle.prompt_ids is not None and bundle.prompt_lengths is not None:
+        prompts = list(bundle.prompt_ids.to(torch.int64).split(bundle.prompt_lengths.tolist()))
+        responses = list(bundle.token_ids.to(torch.int64).split(lengths.tolist()))
+    lags = None
+    if bundle.versions is not None:
+        versions = bundle.versions.to(torch.int64)
+        given = bundle.number("version")
+        lags = ((int(versions.max()) if given is None else int(given)) - versions).clamp_min(0)
+    whole = Evidence(
+        prompts=prompts or [torch.empty(0, dtype=torch.int64)] * len(lengths),
+        responses=responses or [torch.empty(0, dtype=torch.int64)] * len(lengths),
+        lengths=lengths.tolist(),
+        engine=engine,
+        trainer=trainer,
+        mask=mask,
+        lags=lags,
+        num_tokens=int(mask.sum()),
+        k3=float(k3((trainer - engine)[mask]).mean()),
+    )
+    counted = torch.stack([each.sum() for each in mask.split(lengths.tolist())])
+    return whole.of_responses(_chosen(counted, max_tokens=max_tokens), most=max_tokens)
+
+
+def _chosen(counted: Tensor, *, max_tokens: int) -> list[int]:
+    """Numbers of evenly spaced responses, in order; `counted` [N] are their tokens that count."""
+    there = [number for number, tokens in enumerate(counted.tolist()) if tokens]
+    total = int(counted.sum())
+    count = len(there) if total <= max_tokens else max(1, round(len(there) * max_tokens / total))
+    return [there[place * len(there) // count] for place in range(count)]

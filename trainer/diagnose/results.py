@@ -1,0 +1,107 @@
+"""A diagnosis -> one paragraph, one table, one picture: for the command line, diagnosis.json and diagnosis.html."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from trainer.diagnose.diagnosis import Diagnosis
+from trainer.replay.results import shown
+from trainer.report.diagnosis import TABLE, parts_section
+from trainer.report.frame import render_page, write_page
+from trainer.rundir.run_dir import write_whole
+
+RESULT_FILE = "diagnosis.json"
+PAGE_FILE = "diagnosis.html"
+FORMAT = 1
+"""Version of diagnosis.json."""
+LEAST_NAMED = 0.05
+"""Share of K3 from which a further part is in the paragraph."""
+MANY_TENSORS = 4
+"""Causes that look alike are named up to so many."""
+
+
+def answer(diagnosis: Diagnosis) -> str:
+    """The paragraph."""
+    if diagnosis.k3 == 0:
+        return "K3 is 0: engine and trainer agree on every token."
+    whole = f"K3 is {shown(diagnosis.k3)} nats per token."
+    if not diagnosis.parts:
+        return f"{whole} No cause that was tried explains it."
+    first = (diagnosis.faults or diagnosis.parts)[0]
+    share = _share(first.k3, diagnosis)
+    verdict = (
+        f"{share} of it is there because the {first.side} {first.what}. Change: {first.remedy}."
+        if first.is_fault
+        else f"{share} of it is as configured: the {first.side} {first.what}. Less of it: {first.remedy}."
+    )
+    others = [part for part in diagnosis.parts if part is not first and part.k3 > LEAST_NAMED * diagnosis.k3]
+    also = "".join(f" The {part.side} also {part.what} ({_share(part.k3, diagnosis)})." for part in others)
+    rest = ""
+    if diagnosis.unexplained > LEAST_NAMED * diagnosis.k3:
+        rest = f" {_share(diagnosis.unexplained, diagnosis)} is not explained by what was tried."
+    return f"{whole} {verdict}{also}{rest}"
+
+
+def facts(diagnosis: Diagnosis) -> Iterator[str]:
+    """Yield the paragraph, and what is to be known beside it, a line each."""
+    yield answer(diagnosis)
+    evidence = diagnosis.evidence
+    tokens = int(evidence.mask.sum())
+    if tokens < evidence.num_tokens:
+        yield (
+            f"judged by {tokens:,} of {evidence.num_tokens:,} tokens, in {len(evidence.lengths):,} responses; K3 "
+            f"of all is {shown(evidence.k3)}"
+        )
+    for part in diagnosis.parts:
+        if part.alike:
+            more = len(part.alike) - MANY_TENSORS
+            names = "; ".join(part.alike[:MANY_TENSORS]) + (f"; {more} more" if more > 0 else "")
+            yield f"{part.name} cannot be told from: {names}"
+    yield from diagnosis.notes
+
+
+def part_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
+    """The table: the parts of K3, titles first."""
+    rows: list[tuple[str, ...]] = [("cause", "side", "what it does", "change", "K3", "share")]
+    for part in diagnosis.parts:
+        rows.append((part.name, part.side, part.what, part.remedy, shown(part.k3), _share(part.k3, diagnosis)))
+    rows.append(("not explained", "", "", "", shown(diagnosis.unexplained), _share(diagnosis.unexplained, diagnosis)))
+    rows.append(("all", "", "", "", shown(diagnosis.k3), "100%"))
+    return rows
+
+
+def record(diagnosis: Diagnosis) -> dict[str, object]:
+    """The diagnosis as JSON values."""
+    return {
+        "format": FORMAT,
+        "answer": answer(diagnosis),
+        "k3": diagnosis.k3,
+        "k3_of_all_tokens": diagnosis.evidence.k3,
+        "num_tokens": int(diagnosis.evidence.mask.sum()),
+        "parts": [asdict(part) for part in diagnosis.parts],
+        "unexplained": diagnosis.unexplained,
+        "notes": list(diagnosis.notes),
+    }
+
+
+def write_diagnosis(diagnosis: Diagnosis, directory: Path, *, title: str) -> tuple[Path, Path]:
+    """Write diagnosis.json and diagnosis.html to `directory`, each atomically; returns their paths."""
+    result = directory / RESULT_FILE
+    write_whole(result, json.dumps(record(diagnosis), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    context = {
+        "title": title,
+        "facts": list(facts(diagnosis)),
+        "numbers": f"{RESULT_FILE} beside this page",
+        "parts_of_page": [("Parts of K3", part_rows(diagnosis), 4, "")],
+    }
+    bars = [(f"{part.name} ({part.side})", part.k3) for part in diagnosis.parts]
+    section, table = parts_section(answer(diagnosis), [*bars, ("not explained", diagnosis.unexplained)])
+    page = render_page("tables.html", sections=[section], tables={TABLE: table}, context=context)
+    return result, write_page(page, directory / PAGE_FILE)
+
+
+def _share(value: float, diagnosis: Diagnosis) -> str:
+    return f"{value / diagnosis.k3:.0%}" if diagnosis.k3 > 0 else "-"

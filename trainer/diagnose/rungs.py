@@ -1,0 +1,263 @@
+"""The rungs of the ladder: each changes one kind of choice, and yields the changes that are worth comparing.
+
+A rung that has a number to find (a temperature, a top-p) tries a few and yields the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from rollout.config import DType, Quantization
+from trainer.diagnose.alignment import GAP, aligned
+from trainer.diagnose.case import Candidate, Case
+from trainer.diagnose.scoring import Prompt, Scoring
+from trainer.diagnose.tensors import wrong_tensors
+
+TEMPERATURES = (0.25, 4.0)
+"""Factors of the temperature between which one is looked for."""
+TEMPERATURE_STEPS = 16
+TOP_P = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
+TOP_K = (1, 2, 3, 4, 5, 8, 10, 20, 30, 40, 50, 64, 100, 200)
+MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
+GAPS = (-4, -3, -2, -1, 1, 2, 3, 4, 8, 16, 32, 64, 128)
+SHARES = (0.25, 0.5, 0.75, 1.0)
+SMALL_TOKENS = 160
+"""Response tokens with which wrong tensors are looked for."""
+MOST_SLIPS = 0.1
+"""Slips over the number of responses' tokens, above which an alignment explains anything."""
+
+Rung = Callable[[Case, Scoring], Iterator[Candidate]]
+
+
+def definition(case: Case, base: Scoring) -> Iterator[Candidate]:
+    """What is called a log-prob: which token, at which temperature, of which distribution."""
+    for shift in (1, -1):
+        places = "before" if shift > 0 else "after"
+        yield Candidate(
+            rung="definition",
+            name="shift",
+            what=f"gives each token the log-prob of the token {places} it",
+            remedy="the slice that cuts the log-probs out: off by one",
+            scoring=replace(base, shift=base.shift + shift),
+            least_gain=0.5,
+        )
+
+    if (hotter := fitted_temperature(case, base)) is not None:
+        yield hotter
+    yield from _truncation(case, base)
+
+
+def fitted_temperature(case: Case, base: Scoring) -> Candidate | None:
+    """The temperature that fits best; None where the fit runs to an end: the tokens are only less sure, or surer."""
+
+    def at(logarithm: float) -> Scoring:
+        return replace(base, temperature=base.temperature * math.exp(logarithm))
+
+    low, high = (math.log(factor) for factor in TEMPERATURES)
+    logarithm, _ = case.fitted(at, low, high, steps=TEMPERATURE_STEPS)
+    if min(logarithm - low, high - logarithm) < 0.01 * (high - low):
+        return None
+    found = at(logarithm)
+    return Candidate(
+        rung="definition",
+        name="temperature",
+        what=f"has log-probs at temperature {found.temperature:.4g}, not {base.temperature:.4g}",
+        remedy="the temperature by which this side divides its logits (sampling.temperature), or whether it does",
+        scoring=found,
+        least_gain=0.5,
+    )
+
+
+def _truncation(case: Case, base: Scoring) -> Iterator[Candidate]:
+    ways = [replace(base, top_p=value) for value in TOP_P if base.top_p == 1]
+    ways += [replace(base, top_k=value) for value in TOP_K if not base.top_k]
+    ways += [replace(base, min_p=value) for value in MIN_P if not base.min_p]
+    if not ways:
+        return
+    best = ways[case.best(ways)[0]]
+    if best.top_p != base.top_p:  # of which any number may be the right one
+        near = [best.top_p + part / 200 for part in range(-8, 9)]
+        fine = [replace(base, top_p=value) for value in near if 0 < value < 1]
+        best = fine[case.best(fine)[0]]
+    changes = (("top_p", best.top_p, base.top_p), ("top_k", best.top_k, base.top_k), ("min_p", best.min_p, base.min_p))
+    [text] = [f"{name}={value:.4g}" for name, value, before in changes if value != before]
+    yield Candidate(
+        rung="definition",
+        name="truncation",
+        what=f"divides probabilities by the mass that {text} keeps",
+        remedy=f"sampling.{text.partition('=')[0]}: switch it off, or give the trainer the same mask",
+        scoring=best,
+        least_gain=0.5,
+    )
+
+
+def tokens(case: Case, base: Scoring) -> Iterator[Candidate]:
+    """Which token ids are read."""
+    scored = case.scorer.score([base])[0]
+    moved, slips = aligned(case.target, scored, case.scorer.evidence.lengths, case.mask)
+    dropped = int((case.mask & moved.isnan()).sum())
+    if 0 < slips <= max(1, MOST_SLIPS * len(moved)):
+        there = replace(case, target=moved.nan_to_num(0.0), mask=case.mask & ~moved.isnan())
+        # A token that fits nowhere has its price, so that leaving out the worst tokens explains nothing.
+        left = there.total(base) + GAP * dropped / int(case.mask.sum())
+        if left < case.total(base) / 2:
+            yield Candidate(
+                rung="tokens",
+                name="other tokens",
+                what=f"has other token ids: the log-probs fit if they slip by a token at {slips} places",
+                remedy="pass token ids between engine and trainer, not text that is encoded again",
+                scoring=base,
+                least_gain=0.5,
+                case=there,
+            )
+    for prompt in Prompt:
+        if prompt is not base.body.prompt and case.scorer.can_read(prompt):
+            yield Candidate(
+                rung="tokens",
+                name="other prompt",
+                what=f"reads the prompt {prompt.value}",
+                remedy="the chat template and special tokens of this side; compare its prompt ids",
+                scoring=base.with_body(prompt=prompt),
+            )
+
+
+def positions(case: Case, base: Scoring) -> Iterator[Candidate]:
+    """Which position each token has. A gap in front of everything changes nothing with rotary embeddings."""
+    del case
+    for gap in GAPS:
+        yield Candidate(
+            rung="positions",
+            name="positions",
+            what=f"gives the response positions {abs(gap)} too {'high' if gap > 0 else 'low'}",
+            remedy="position_ids where prompt and response are put together, and padding between them",
+            scoring=base.with_body(gap=base.body.gap + gap),
+        )
+    yield Candidate(
+        rung="positions",
+        name="positions",
+        what="counts positions from 0 again with the response",
+        remedy="position_ids where prompt and response are put together",
+        scoring=base.with_body(restarts=not base.body.restarts),
+    )
+
+
+def precision(case: Case, base: Scoring) -> Iterator[Candidate]:
+    """In which type the weights are held, the head is computed, and everything is computed."""
+    del case
+    for dtype in (DType.bfloat16, DType.float16):
+        if base.body.rounded is DType.float32:
+            yield Candidate(
+                rung="precision",
+                name="rounded weights",
+                what=f"holds its weights rounded to {dtype.name}",
+                remedy="rollout.dtype and policy.dtype: one side rounds its weights, the other does not",
+                scoring=base.with_body(rounded=dtype),
+            )
+        if base.head is DType.float32:
+            yield Candidate(
+                rung="precision",
+                name="head precision",
+                what=f"computes its logits in {dtype.name}",
+                remedy="a float32 head (policy.fp32_head; SGLang: enable_fp32_lm_head)",
+                scoring=replace(base, head=dtype),
+            )
+        if base.body.arithmetic is DType.float32:
+            for head in dict.fromkeys((dtype, base.head)):
+                yield Candidate(
+                    rung="precision",
+                    name="arithmetic",
+                    what=f"computes in {dtype.name}" + (", with a float32 head" if head is DType.float32 else ""),
+                    remedy=f"rollout.dtype and policy.dtype: arithmetic in {dtype.name}; rollout.exact=true on a CPU",
+                    scoring=replace(base.with_body(arithmetic=dtype, rounded=dtype), head=head),
+                )
+
+
+def quantization(case: Case, base: Scoring) -> Iterator[Candidate]:
+    """In which format the projections are held."""
+    del case
+    if base.body.quantization is not Quantization.none:
+        return
+    for kind in Quantization:
+        if kind is Quantization.none:
+            continue
+        for dtype in (DType.float32, DType.bfloat16):
+            if dtype is DType.float32 or base.body.arithmetic is DType.float32:
+                arithmetic = base.body.arithmetic if dtype is DType.float32 else dtype
+                rounded = base.body.rounded if dtype is DType.float32 else dtype
+                yield Candidate(
+                    rung="quantization",
+                    name="quantization",
+                    what=f"holds its projections in {kind.value}"
+                    + ("" if arithmetic is DType.float32 else f" and computes in {arithmetic.name}"),
+                    remedy="rollout.quantization: a correction, or an engine without it",
+                    scoring=replace(
+                        base.with_body(quantization=kind, arithmetic=arithmetic, rounded=rounded),
+                        head=base.head if dtype is DType.float32 else dtype,
+                    ),
+                )
+
+
+def version(case: Case, base: Scoring) -> Iterator[Candidate]:
+    """How old the weights are, and those that read the prompt."""
+    if base.body.weights:
+        return
+    for source, name in list(enumerate(case.scorer.names))[1:]:
+        ways = [base.with_body(weights=source, share=share) for share in SHARES]
+        best = ways[case.best(ways)[0]]
+        if best.body.share < 1:
+            around = best.body.share
+
+            def at(share: float, source: int = source) -> Scoring:
+                return base.with_body(weights=source, share=share)
+
+            share, _ = case.fitted(at, around - 0.25, around + 0.25, steps=6)
+            best = at(share)
+        is_whole = best.body.share == 1
+        yield Candidate(
+            rung="version",
+            name="stale weights",
+            what=f"has the weights {name}" if is_whole else f"has weights {best.body.share:.0%} of the way to {name}",
+            remedy="the sync of weights: see to it that this side gets the last one (rollout.schedule, staleness)",
+            scoring=best,
+            least_gain=0.2 if is_whole else 0.5,
+        )
+        yield Candidate(
+            rung="version",
+            name="stale prefix cache",
+            what=f"reads responses behind prompts that the weights {name} had read",
+            remedy="empty the engine's prefix cache at every sync of weights",
+            scoring=base.with_body(prefix=source),
+        )
+
+
+def weights(case: Case, base: Scoring) -> Iterator[Candidate]:
+    """Single tensors that hold other numbers."""
+    if base.body.edits or base.body.quantization is not Quantization.none:
+        return
+    # The gradient is that of float32 arithmetic.
+    plain = replace(base.with_body(arithmetic=DType.float32, prefix=None), head=DType.float32)
+    for found in wrong_tensors(case.small(base, max_tokens=SMALL_TOKENS), plain):
+        yield replace(found, scoring=base.with_edits(*found.scoring.body.edits))
+
+
+def other_orders(base: Scoring) -> dict[str, Scoring]:
+    """The same arithmetic in another order, by what is changed."""
+    return {
+        "every sequence by itself": base.with_body(alone=not base.body.alone),
+        "token by token": base.with_body(decoded=not base.body.decoded),
+        "torch's other library": base.with_body(onednn=not base.body.onednn),
+    }
+
+
+LADDER: tuple[Rung, ...] = (
+    definition,
+    tokens,
+    positions,
+    precision,
+    quantization,
+    version,
+    weights,
+)
+"""Cheapest first."""

@@ -1,0 +1,371 @@
+"""`Scoring` -> log-probs of the response tokens, with a transformers model.
+
+R: response tokens, C: scorings, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from rollout.config import DType, Quantization
+from rollout.torch.model import round_inputs
+from rollout.weights.packing import DTYPES
+from rollout.weights.quantization import GRIDS, dequantize, is_projection, quantize
+from trainer.diagnose.evidence import Evidence
+from trainer.diagnose.scoring import Body, EditKind, Prompt, Scoring, TensorEdit
+from trainer.policy.model import load_hf_config
+
+BATCH_TOKENS = 2048
+"""Padded tokens that are read at a time."""
+CHUNK_ELEMENTS = 1 << 24
+"""Logits (tokens x vocabulary) that exist at a time."""
+KEPT_MODELS = 3
+"""Models in memory beside the numbers of the weights: each takes as much as its type does."""
+KEPT_BODIES = 3
+"""Hidden states of so many bodies are kept: those of the best explanation so far are needed again and again."""
+
+
+_Kind = tuple[DType, Quantization]
+
+
+class OtherWeightsError(ValueError):
+    """A model does not have the weights that the tokens were sampled from, or cannot read them."""
+
+
+class Scorer:
+    """The tokens of the evidence under any scoring, with a few models in memory: one per type and format."""
+
+    def __init__(self, models: Sequence[Path], evidence: Evidence, *, device: str = "cpu") -> None:
+        """`models`: directories of the weights that sampled, and of older ones, as transformers loads them.
+
+        Raises OtherWeightsError if they cannot read the tokens of the evidence, or are of different models.
+        """
+        self.evidence = evidence
+        self.names = [path.name for path in models]
+        self._device = torch.device(device)
+        self._path = models[0]
+        self._models: OrderedDict[_Kind, PreTrainedModel] = OrderedDict()
+        self._held: dict[_Kind, dict[str, object]] = {}
+        """Kind of model -> name -> what the parameter holds at present."""
+        self._sources = [_parameters(self._load(path)) for path in models]
+        self._targets = torch.cat(evidence.responses).to(self._device)
+        self._check(models)
+        self._hidden: OrderedDict[Body, Tensor] = OrderedDict()
+
+    def of_responses(self, numbers: Sequence[int], *, most: int) -> Scorer:
+        """A scorer of some responses, cut to `most` tokens, with the same models."""
+        other = copy(self)
+        other.evidence = self.evidence.of_responses(numbers, most=most)
+        other._targets = torch.cat(other.evidence.responses).to(self._device)
+        other._hidden = OrderedDict()
+        return other
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights: those that sampled, and older ones."""
+        return len(self._sources)
+
+    def tensors(self, source: int = 0) -> dict[str, Tensor]:
+        """Name -> tensor of the weights `source`, float32; tied ones have one name."""
+        return self._sources[source]
+
+    def score(self, scorings: Sequence[Scoring]) -> Tensor:
+        """[C, R] float64, nats; NaN for a token that has no log-prob under the scoring, because it is shifted."""
+        found = torch.empty(len(scorings), len(self._targets), dtype=torch.float64)
+        for body in dict.fromkeys(each.body for each in scorings):
+            of_body = [number for number, each in enumerate(scorings) if each.body == body]
+            hidden = self._states(body)
+            model = self._model(body)
+            self._hold(model, body)  # the hidden states may be kept ones, and the head is computed now
+            for head in dict.fromkeys(scorings[number].head for number in of_body):
+                numbers = [number for number in of_body if scorings[number].head is head]
+                for rows, logits in _logits(model, hidden, head, body):
+                    targets = self._targets[rows]
+                    for number, logprobs in zip(
+                        numbers, _logprobs(logits, targets, [scorings[each] for each in numbers]), strict=True
+                    ):
+                        found[number, rows] = logprobs.cpu()
+        for number, scoring in enumerate(scorings):
+            if scoring.shift:
+                found[number] = self._shifted(found[number], scoring.shift)
+        return found
+
+    def forward(self, scoring: Scoring) -> tuple[Tensor, dict[str, Tensor]]:
+        """(log-probs [R], the parameters), with a graph behind them: float32 only, without truncation or shift."""
+        model = self._model(scoring.body)
+        parameters = _parameters(model)
+        for each in parameters.values():
+            each.requires_grad_(True)
+        self._hold(model, scoring.body)
+        logits = model.get_output_embeddings()(self._all_states(model, scoring.body)) / scoring.temperature  # type: ignore[misc]
+        logprobs = torch.log_softmax(logits.float(), -1).gather(-1, self._targets[:, None])[:, 0]
+        return logprobs, parameters
+
+    def can_read(self, prompt: Prompt) -> bool:
+        """True if every prompt has a token left, and the model has the token that comes before it."""
+        shortest = min(len(each) for each in self.evidence.prompts)
+        return shortest > 1 and (prompt is not Prompt.with_bos or self._bos is not None)
+
+    @property
+    def _bos(self) -> int | None:
+        bos = self._model(Body()).config.bos_token_id
+        return bos if isinstance(bos, int) else None
+
+    def _load(self, path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=load_hf_config(path),
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"{path} is not a torch model")
+        return model.eval().requires_grad_(False).to(self._device)
+
+    def _check(self, models: Sequence[Path]) -> None:
+        """Raise OtherWeightsError if a model cannot be meant."""
+        tokens = torch.cat([*self.evidence.prompts, *self.evidence.responses])
+        embeddings: Any = self._model(Body()).get_input_embeddings()
+        vocabulary = len(embeddings.weight)
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+            raise OtherWeightsError(
+                f"model={models[0]} has {vocabulary:,} tokens, and the bundle has ids from {int(tokens.min())} to "
+                f"{int(tokens.max()):,}: give the model that sampled them"
+            )
+        shapes = {name: each.shape for name, each in self._sources[0].items()}
+        for path, tensors in zip(models[1:], self._sources[1:], strict=True):
+            if {name: each.shape for name, each in tensors.items()} != shapes:
+                raise OtherWeightsError(f"older={path} has other tensors than {models[0]}: it is another model")
+
+    def _model(self, body: Body) -> PreTrainedModel:
+        """The model for the arithmetic of `body`, whatever it holds."""
+        kind = (body.arithmetic, body.quantization)
+        if kind not in self._models:
+            while len(self._models) >= KEPT_MODELS:
+                oldest, _ = self._models.popitem(last=False)
+                del self._held[oldest]
+            model = self._load(self._path, dtype=DTYPES[body.arithmetic.name])
+            round_inputs(model, body.quantization)
+            self._models[kind], self._held[kind] = model, {}
+        self._models.move_to_end(kind)
+        return self._models[kind]
+
+    def _states(self, body: Body) -> Tensor:
+        """Hidden states [R, H] from which the response tokens are predicted."""
+        if body not in self._hidden:
+            model = self._model(body)
+            self._hold(model, body)
+            with torch.inference_mode(), _library(body):
+                self._hidden[body] = self._all_states(model, body)
+            while len(self._hidden) > KEPT_BODIES:
+                self._hidden.popitem(last=False)
+        self._hidden.move_to_end(body)
+        return self._hidden[body]
+
+    def _all_states(self, model: PreTrainedModel, body: Body) -> Tensor:
+        """Hidden states [R, H], response after response, of a model that holds the weights of `body`."""
+        parts: dict[int, Tensor] = {}
+        for numbers, states in self._read(model, body, list(range(len(self.evidence.lengths)))):
+            pieces = states.split([self.evidence.lengths[number] for number in numbers])
+            parts |= dict(zip(numbers, pieces, strict=True))
+        return torch.cat([parts[number] for number in range(len(parts))])
+
+    def _hold(self, model: PreTrainedModel, body: Body) -> None:
+        """Put the weights of `body` into `model`; only those that change are copied."""
+        held = self._held[body.arithmetic, body.quantization]
+        edits = {edit.name: edit for edit in body.edits}
+        with torch.no_grad():
+            for name, parameter in _parameters(model).items():
+                edit = edits.get(name)
+                key = (body.weights, body.share, edit, body.rounded, body.quantization)
+                if held.get(name) != key:
+                    parameter.copy_(self._numbers(name, body, edit))
+                    held[name] = key
+
+    def _numbers(self, name: str, body: Body, edit: TensorEdit | None) -> Tensor:
+        tensor = self._sources[0][name]
+        if body.weights:
+            tensor = torch.lerp(tensor, self._sources[body.weights][name], body.share)
+        match edit:
+            case TensorEdit(kind=EditKind.scaled):
+                tensor = tensor * edit.factor
+            case TensorEdit(kind=EditKind.exchanged):
+                tensor = self._sources[body.weights][edit.other]
+            case TensorEdit(kind=EditKind.older):
+                tensor = self._sources[edit.source][name]
+        grid = GRIDS.get(body.quantization)
+        if grid is not None and is_projection(name):
+            tensor = dequantize(quantize(tensor, grid, name=name), grid)
+        return tensor.to(DTYPES[body.rounded.name])
+
+    def _read(self, model: PreTrainedModel, body: Body, responses: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield (numbers of responses, hidden states before their tokens, one response after the other)."""
+        prompts = {number: self._prompt(body.prompt, self.evidence.prompts[number]) for number in responses}
+        if body.prefix is not None or body.decoded:
+            for number in responses:
+                yield [number], self._read_with_cache(model, body, prompts[number], self.evidence.responses[number])
+            return
+        for numbers in _batches([len(prompts[n]) + self.evidence.lengths[n] for n in responses], alone=body.alone):
+            batch = [responses[number] for number in numbers]
+            ids = [torch.cat([prompts[number], self.evidence.responses[number]]) for number in batch]
+            longest = max(map(len, ids))
+            tokens, positions = (torch.zeros(len(batch), longest, dtype=torch.int64) for _ in range(2))
+            for row, (number, each) in enumerate(zip(batch, ids, strict=True)):
+                tokens[row, : len(each)] = each
+                positions[row, : len(each)] = _positions(body, len(prompts[number]), len(each))
+            # What comes after a response does not reach it: attention looks back only.
+            states = self._decoder(model, tokens, positions).last_hidden_state
+            yield (
+                batch,
+                torch.cat(
+                    [
+                        states[row, len(prompts[number]) - 1 : len(prompts[number]) - 1 + self.evidence.lengths[number]]
+                        for row, number in enumerate(batch)
+                    ]
+                ),
+            )
+
+    def _read_with_cache(self, model: PreTrainedModel, body: Body, prompt: Tensor, response: Tensor) -> Tensor:
+        """[L, H]: the prompt is read first, perhaps with other weights, then the response behind it."""
+        positions = _positions(body, len(prompt), len(prompt) + len(response))[None]
+        cache = DynamicCache()
+        if body.prefix is not None:
+            self._hold(model, replace(body, weights=body.prefix, share=1.0))
+        # The last token of the prompt predicts the first one of the response: it is read with the response.
+        tokens = torch.cat([prompt, response])[None]
+        first = len(prompt) - 1
+        if first:
+            self._decoder(model, tokens[:, :first], positions[:, :first], cache)
+        self._hold(model, body)
+        step = 1 if body.decoded else len(response)
+        found = [
+            self._decoder(model, tokens[:, begin : begin + step], positions[:, begin : begin + step], cache)
+            .last_hidden_state[0]
+            for begin in range(first, first + len(response), step)
+        ]  # fmt: skip
+        return torch.cat(found)
+
+    def _decoder(self, model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: Any = None) -> Any:
+        seen = 0 if cache is None else cache.get_seq_length()
+        return model.get_decoder()(
+            input_ids=tokens.to(self._device),
+            # Without a mask transformers takes positions with a gap for several sequences.
+            attention_mask=torch.ones(len(tokens), seen + tokens.shape[1], dtype=torch.int64, device=self._device),
+            position_ids=positions.to(self._device),
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+
+    def _prompt(self, kind: Prompt, prompt: Tensor) -> Tensor:
+        match kind:
+            case Prompt.without_first:
+                return prompt[1:]
+            case Prompt.without_last:
+                return prompt[:-1]
+            case Prompt.first_twice:
+                return torch.cat([prompt[:1], prompt])
+            case Prompt.with_bos:
+                return torch.cat([torch.tensor([self._bos]), prompt])
+        return prompt
+
+    def _shifted(self, logprobs: Tensor, shift: int) -> Tensor:
+        """Each response by itself, NaN where the other token is not in it."""
+        parts = []
+        for each in logprobs.split(self.evidence.lengths):
+            moved = torch.full_like(each, float("nan"))
+            if shift > 0:
+                moved[shift:] = each[:-shift]
+            else:
+                moved[:shift] = each[-shift:]
+            parts.append(moved)
+        return torch.cat(parts)
+
+
+@contextmanager
+def _library(body: Body) -> Iterator[None]:
+    """The library that torch multiplies with on a CPU."""
+    if body.onednn:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch puts back settings of GPUs that are not there, and says so
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
+def _parameters(model: PreTrainedModel) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def _positions(body: Body, prompt: int, total: int) -> Tensor:
+    positions = torch.arange(total)
+    positions[prompt:] += body.gap - (prompt if body.restarts else 0)
+    return positions.clamp_min(0)
+
+
+def _batches(lengths: Sequence[int], *, alone: bool) -> Iterator[list[int]]:
+    """Places of sequences that are read together: similar lengths, at most BATCH_TOKENS with the padding."""
+    batch: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+        if batch and (alone or lengths[batch[0]] * (len(batch) + 1) > BATCH_TOKENS):
+            yield batch
+            batch = []
+        batch.append(place)
+    yield batch
+
+
+@torch.inference_mode()
+def _logits(model: PreTrainedModel, hidden: Tensor, head: DType, body: Body) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows, their logits [rows, V] float32), some rows at a time."""
+    layer: Any = model.get_output_embeddings()
+    dtype = DTYPES[head.name]
+    weight = layer.weight.to(dtype)
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    size = max(1, CHUNK_ELEMENTS // len(weight))
+    for begin in range(0, len(hidden), size):
+        rows = slice(begin, min(begin + size, len(hidden)))
+        with _library(body):
+            logits = torch.nn.functional.linear(hidden[rows].to(dtype), weight, bias).float()
+        yield rows, logits
+
+
+def _logprobs(logits: Tensor, targets: Tensor, scorings: Sequence[Scoring]) -> Iterator[Tensor]:
+    """Yield the log-probs [rows] float64 of the tokens `targets` under each scoring, all of one head."""
+    last: tuple[float, Tensor] | None = None
+    ordered: tuple[float, Tensor] | None = None
+    for scoring in scorings:
+        if last is None or last[0] != scoring.temperature:
+            last = (scoring.temperature, torch.log_softmax(logits / scoring.temperature, -1))
+        logprobs = last[1]
+        own = logprobs.gather(-1, targets[:, None])[:, 0]
+        if scoring.top_p < 1 or scoring.top_k or scoring.min_p > 0:
+            if ordered is None or ordered[0] != scoring.temperature:
+                ordered = (scoring.temperature, logprobs.sort(-1, descending=True).values.exp())
+            own = own - _kept_mass(ordered[1], scoring).log()
+        yield own.double()
+
+
+def _kept_mass(ordered: Tensor, scoring: Scoring) -> Tensor:
+    """[rows]: probability of the tokens that a truncated sampler keeps; `ordered` [rows, V] are falling."""
+    kept = torch.ones_like(ordered, dtype=torch.bool)
+    if scoring.top_k:
+        kept[:, scoring.top_k :] = False
+    if scoring.top_p < 1:
+        kept &= ordered.cumsum(-1) - ordered < scoring.top_p
+    if scoring.min_p > 0:
+        kept &= ordered >= scoring.min_p * ordered[:, :1]
+    kept[:, 0] = True
+    return (ordered * kept).sum(-1)

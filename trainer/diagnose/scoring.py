@@ -1,0 +1,101 @@
+"""How log-probs of given tokens come about: every choice that an engine or a trainer can make, or get wrong, as data.
+
+`Scoring()` is the definition: the model's own weights in float32, the whole response read at once. A possible cause of
+a mismatch is a `Scoring` with one thing changed; `scorer.py` computes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from rollout.config import DType, Quantization
+
+
+class Prompt(Enum):
+    """What of the prompt is read."""
+
+    whole = "whole"
+    without_first = "without its first token"
+    without_last = "without its last token"
+    first_twice = "with its first token twice"
+    with_bos = "with the token of the beginning before it"
+
+
+class EditKind(Enum):
+    """What is wrong with a tensor."""
+
+    scaled = "scaled"
+    """Multiplied by `factor`; 0 is a tensor that is missing."""
+    exchanged = "exchanged"
+    """Holds the numbers of the tensor `other`."""
+    older = "older"
+    """Holds the numbers of the weights `source`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEdit:
+    """One tensor with other numbers than it should have."""
+
+    name: str
+    """As in the model."""
+    kind: EditKind
+    factor: float = 1.0
+    other: str = ""
+    source: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Body:
+    """The choices that decide the final hidden states."""
+
+    weights: int = 0
+    """Number of the weights: 0 is those that sampled, others are older."""
+    share: float = 1.0
+    """How far the weights lie on the way from those that sampled (0) to `weights` (1)."""
+    edits: tuple[TensorEdit, ...] = ()
+    rounded: DType = DType.float32
+    """Type to which all weights are rounded before float32 arithmetic."""
+    quantization: Quantization = Quantization.none
+    """Of the projections, weights and inputs, as the engines of Parity do it."""
+    arithmetic: DType = DType.float32
+    """Type of activations and weights."""
+    prompt: Prompt = Prompt.whole
+    gap: int = 0
+    """Positions left out between prompt and response."""
+    restarts: bool = False
+    """True if positions begin at 0 again with the response."""
+    prefix: int | None = None
+    """Number of the weights that read the prompt, if not those of the response: a stale prefix cache."""
+    alone: bool = False
+    """True if every sequence is read by itself, not in a batch."""
+    decoded: bool = False
+    """True if the response is read token by token, with a cache of keys and values."""
+    onednn: bool = True
+    """False if torch multiplies with its other library on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scoring:
+    """All choices."""
+
+    body: Body = Body()
+    head: DType = DType.float32
+    """Type of the head's product."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 for all."""
+    min_p: float = 0.0
+    shift: int = 0
+    """The log-prob of a token is that of the token so many places before it."""
+
+    def with_body(self, **changes: object) -> Scoring:
+        """The same with other choices in `body`."""
+        return replace(self, body=replace(self.body, **changes))  # type: ignore[arg-type]
+
+    def with_edits(self, *edits: TensorEdit) -> Scoring:
+        """The same with more wrong tensors; an edit of the same tensor is replaced."""
+        names = {edit.name for edit in edits}
+        kept = tuple(edit for edit in self.body.edits if edit.name not in names)
+        return self.with_body(edits=kept + edits)

@@ -1,0 +1,98 @@
+"""What a run left behind -> the tokens of a step, the weights that sampled them, and older ones.
+
+A model is written out of a checkpoint with float32 weights, as `parity export` writes it, into a directory that the
+caller removes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.config import DType, Quantization
+from rollout.weights.packing import DTYPES
+from trainer.config.outputs import CHECKPOINTS
+from trainer.config.train import TrainConfig
+from trainer.diagnose.diagnosis import Settings
+from trainer.replay.bundle import Bundle, BundleError
+from trainer.replay.bundle_step import bundle_of
+from trainer.replay.recorded import read_step
+from trainer.run.export import write_model
+from trainer.run.task import resolve_model
+from trainer.rundir.checkpoint import checkpoint_at, state_at
+from trainer.rundir.dump import Dump
+from trainer.rundir.sealed import SealError, sealed_steps
+
+MOST_OLDER = 2
+"""Older weights of a run that are looked at: those of the checkpoint before, and those that the run began with."""
+
+
+class WeightsGoneError(RuntimeError):
+    """No checkpoint has the weights that sampled the step: the message names those that there are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStep:
+    """A step of a run."""
+
+    bundle: Bundle
+    models: list[Path]
+    """The weights that sampled it first, then older ones, newest first."""
+
+
+def settings_of(metadata: Mapping[str, str], given: Mapping[str, str]) -> Settings:
+    """What both sides say of themselves: words of the command line, else the bundle, else float32.
+
+    Raises BundleError for what cannot be meant.
+    """
+    known = {**metadata, **given}
+    try:
+        temperature = float(known["temperature"]) if "temperature" in known else None
+        settings = Settings(
+            temperature=temperature,
+            trainer_dtype=DType(known.get("trainer_dtype", "float32")),
+            engine_dtype=DType(known.get("rollout_dtype", "float32")),
+            quantization=Quantization(known.get("quantization", "none")),
+        )
+    except ValueError as error:
+        raise BundleError(
+            f"the bundle says {error}; give the word trainer_dtype=, rollout_dtype= or quantization="
+        ) from error
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise BundleError(f"the temperature of the bundle must be a number > 0, got {temperature:g}; give temperature=")
+    return settings
+
+
+def step_of_run(dump: Dump, config: TrainConfig, run_dir: Path, scratch: Path) -> RunStep:
+    """The step of `dump`, with the weights out of the checkpoints in `run_dir`, written to `scratch`.
+
+    Raises WeightsGoneError, and CheckpointError for a damaged one.
+    """
+    wanted = dump.description.policy_version
+    versions: dict[int, Path | None] = {0: None}
+    for path in sealed_steps(run_dir / CHECKPOINTS).values():
+        try:
+            versions[state_at(path).policy_version] = path
+        except SealError:
+            continue
+    if wanted not in versions:
+        there = ", ".join(str(version) for version in sorted(versions))
+        raise WeightsGoneError(
+            f"step {dump.description.step} was sampled by the weights after {wanted} optimizer steps; there are those "
+            f"after {there}. Leave step= out: the run then takes one more step from its newest checkpoint, and that "
+            "one is judged. Or set checkpoint.every=1 for a while, or name the weights: model=<directory>"
+        )
+    older = sorted((version for version in versions if version < wanted), reverse=True)
+    chosen = [wanted, *dict.fromkeys([*older[:1], *older[-1:]])][: 1 + MOST_OLDER]
+    models = [_model(config, versions[version], scratch / f"version_{version}") for version in chosen]
+    return RunStep(bundle=bundle_of(read_step(dump), dump.description, config), models=models)
+
+
+def _model(config: TrainConfig, checkpoint: Path | None, directory: Path) -> Path:
+    """The weights of a checkpoint, or those that the run began with, as transformers loads them."""
+    if checkpoint is None:
+        return resolve_model(config, progress=lambda done, total, detail: None)
+    write_model(config, checkpoint_at(checkpoint), directory, dtype=DTYPES["float32"])
+    return directory
