@@ -9,6 +9,7 @@ the parts are differences of K3 against the engine, and add up to the whole.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from rollout.config import DType, Quantization
 from trainer.diagnose.case import Candidate, Case, misfit
 from trainer.diagnose.evidence import Evidence
 from trainer.diagnose.ladder import NOISE, SOLVED, Explanation, explain
-from trainer.diagnose.rungs import fitted_temperature, other_orders
+from trainer.diagnose.rungs import fitted_temperature, other_orders, precision
 from trainer.diagnose.scorer import OtherWeightsError, Scorer
 from trainer.diagnose.scoring import Scoring
 
@@ -104,15 +105,21 @@ def diagnose(scorer: Scorer, settings: Settings, *, progress: Callable[[str], No
     dtypes = {"trainer": settings.trainer_dtype, "engine": settings.engine_dtype}
     noises = {side: _noise(case, base, dtypes[side]) for side, case in cases.items()}
     apart = float(misfit((evidence.engine - evidence.trainer)[evidence.mask]).mean())
-    found = {side: Explanation(case=case, causes=(), base=base) for side, case in cases.items()}
-    if apart > NOISE * sum(noises.values()):
-        for side, case in cases.items():
-            progress(f"{side}: K3 from the definition {_k3(case.target, scorer.score([base])[0], case.mask):.2e}")
+    climbs = apart > NOISE * sum(noises.values())
+    found: dict[str, Explanation] = {}
+    for side, case in cases.items():
+        progress(f"{side}: K3 from the definition {_k3(case.target, scorer.score([base])[0], case.mask):.2e}")
 
-            def tell(rung: str, side: str = side) -> None:
-                progress(f"{side}: {rung}")
+        def tell(rung: str, side: str = side) -> None:
+            progress(f"{side}: {rung}")
 
-            found[side] = explain(case, base, noise=noises[side], progress=tell)
+        rounds = [
+            candidate
+            for candidate in precision(case, base)
+            if candidate.name == "rounded weights" and candidate.scoring.body.rounded is dtypes[side]
+        ]
+        noise = noises[side] if climbs else math.inf
+        found[side] = explain(case, base, expected=rounds, noise=noise, progress=tell)
     if apart > 0:
         _refuse_other_weights(cases, found, apart, noises)
     if (of_age := age_note(evidence)) is not None:

@@ -6,7 +6,7 @@ a time, and what each takes away adds up to the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer.diagnose.case import Candidate, Case
@@ -38,12 +38,26 @@ class Explanation:
         return self.causes[-1].scoring if self.causes else self.base
 
 
-def explain(case: Case, base: Scoring, *, noise: float, progress: Callable[[str], None]) -> Explanation:
-    """Climb the ladder. `noise`: misfit that this side's own arithmetic makes; `progress` is told each rung."""
+def explain(
+    case: Case, base: Scoring, *, expected: Sequence[Candidate], noise: float, progress: Callable[[str], None]
+) -> Explanation:
+    """Climb the ladder.
+
+    Args:
+        case: log-probs of one side.
+        base: the definition.
+        expected: what this side says of itself: a part of the mismatch also where nothing is to be looked for.
+        noise: misfit that this side's own arithmetic makes; infinite if nothing is to be looked for.
+        progress: is told each rung.
+    """
     causes: list[Candidate] = []
     whole = case.total(base)
     scoring = base
-    while len(causes) < MAX_CAUSES:
+    for candidate in expected:
+        if case.total(scoring) - case.total(candidate.scoring) > LEAST_OF_WHOLE * whole:
+            causes.append(candidate)
+            scoring = candidate.scoring
+    while len(causes) < MAX_CAUSES + len(expected):
         current = case.total(scoring)
         if current <= NOISE * noise or current < LEAST_OF_WHOLE * whole:
             break

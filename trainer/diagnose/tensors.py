@@ -258,18 +258,16 @@ def _candidate(base: Scoring, found: Found, alike: tuple[str, ...], weights: Seq
 
 
 def _words(edits: Sequence[TensorEdit], weights: Sequence[str]) -> str:
-    """What is wrong; `weights` are the names of the weights by number."""
+    """What a side does, without a subject; `weights` are the names of the weights by number."""
     first = edits[0]
     match first.kind:
         case EditKind.scaled if first.factor == 0:
-            return f"{first.name} is zero"
+            return f"holds zeros in {first.name}"
         case EditKind.scaled:
-            return f"{first.name} is multiplied by {first.factor:.3g}"
+            return f"holds {first.name} multiplied by {first.factor:.3g}"
         case EditKind.exchanged if len(edits) == 2:
-            return f"{first.name} and {first.other} are exchanged"
+            return f"holds {first.name} and {first.other} exchanged"
         case EditKind.exchanged:
-            return f"{first.name} holds the numbers of {first.other}"
-    if len(edits) == 1:
-        return f"{first.name} holds the numbers of the weights {weights[first.source]}"
-    layer = next(iter(layers_of([first.name])))
-    return f"all tensors of {layer} hold the numbers of the weights {weights[first.source]}"
+            return f"holds the numbers of {first.other} in {first.name}"
+    where = first.name if len(edits) == 1 else f"all tensors of {next(iter(layers_of([first.name])))}"
+    return f"holds the numbers of the weights {weights[first.source]} in {where}"
