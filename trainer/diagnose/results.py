@@ -104,4 +104,5 @@ def write_diagnosis(diagnosis: Diagnosis, directory: Path, *, title: str) -> tup
 
 
 def _share(value: float, diagnosis: Diagnosis) -> str:
-    return f"{value / diagnosis.k3:.0%}" if diagnosis.k3 > 0 else "-"
+    share = f"{value / diagnosis.k3:.0%}" if diagnosis.k3 > 0 else "-"
+    return "0%" if share == "-0%" else share

@@ -23,7 +23,7 @@ TOP_K = (1, 2, 3, 4, 5, 8, 10, 20, 30, 40, 50, 64, 100, 200)
 MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
 GAPS = (-4, -3, -2, -1, 1, 2, 3, 4, 8, 16, 32, 64, 128)
 SHARES = (0.25, 0.5, 0.75, 1.0)
-SMALL_TOKENS = 160
+SMALL_TOKENS = 128
 """Response tokens with which wrong tensors are looked for."""
 MOST_SLIPS = 0.1
 """Slips over the number of responses' tokens, above which an alignment explains anything."""

@@ -24,13 +24,13 @@ from trainer.diagnose.scoring import EditKind, Scoring, TensorEdit
 
 PROBES = 12
 """Random signs: the standard error of |J D|^2 is 40 %, which is enough for a ranking."""
-TRIED = 32
+TRIED = 16
 """Edits of each kind that are tried after the ranking."""
 FEW_TENSORS = 64
 """Models with no more tensors have every edit tried."""
 FITTED = 6
 """Tensors whose factor is fitted."""
-FACTORS = (-1.0, 0.0, 0.5, 0.9, 1.1, 2.0)
+FACTORS = (0.0, 0.5, 0.8, 1.25, 2.0)
 BEYOND = (-2.0, 1.0, 4.0)
 """Further ends of the stretches between which a factor is fitted."""
 FACTOR_STEPS = 14
@@ -163,11 +163,9 @@ class _Ranking:
             tried += [(first, second), (first,), (second,)]
         for source, name in _best(self._older_gains(), most):
             tried.append((TensorEdit(name=name, kind=EditKind.older, source=source),))
-        for source in range(1, self._scorer.num_weights):
-            tried += [
-                tuple(TensorEdit(name=name, kind=EditKind.older, source=source) for name in names)
-                for names in layers_of(self._tensors).values()
-            ]
+        for source, layer in _best(self._layer_gains(), most):
+            names = layers_of(self._tensors)[layer]
+            tried.append(tuple(TensorEdit(name=name, kind=EditKind.older, source=source) for name in names))
         return tried
 
     def _scale_gains(self) -> dict[str, float]:
@@ -177,6 +175,14 @@ class _Ranking:
     def _older_gains(self) -> dict[tuple[int, str], float]:
         keys = self._effects[0].older
         return {key: _gain([each.older[key] for each in self._effects], any_multiple=False) for key in keys}
+
+    def _layer_gains(self) -> dict[tuple[int, str], float]:
+        gains: dict[tuple[int, str], float] = {}
+        for source in range(1, self._scorer.num_weights):
+            for layer, names in layers_of(self._tensors).items():
+                products = [sum(each.older.get((source, name), 0.0) for name in names) for each in self._effects]
+                gains[source, layer] = _gain(products, any_multiple=False)
+        return gains
 
     def _exchange_gains(self) -> dict[tuple[str, str], float]:
         gains: dict[tuple[str, str], float] = {}
