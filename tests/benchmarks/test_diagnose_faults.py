@@ -45,4 +45,4 @@ def test_nothing_is_named_where_nothing_is_wrong(world: World, engine: DType) ->
     for _ in range(3):
         found, _ = answer(clean(world, engine))
         assert not found.faults, paragraph(found)
-        assert found.unexplained == 0
+        assert abs(found.unexplained) < 1e-3 * found.k3

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer.diagnose.case import Candidate, Case
-from trainer.diagnose.rungs import LADDER
+from trainer.diagnose.rungs import LADDER, WHOLE
 from trainer.diagnose.scoring import Scoring
 
 MAX_CAUSES = 4
 SOLVED = 0.02
 """Share of the misfit below which a cause needs no rival."""
+SCREEN_TOKENS = 256
+"""Response tokens on which a cause that needs another forward is tried first: those that differ most."""
 NOISE = 3.0
 """Misfit, over that of the arithmetic, below which nothing is looked for."""
 LEAST_OF_WHOLE = 0.03
@@ -74,12 +76,17 @@ def _best(
 ) -> Candidate | None:
     """The candidate that leaves least; None if none takes enough away."""
     best: tuple[float, Candidate] | None = None
+    small = case.small(base, max_tokens=SCREEN_TOKENS)
+    current_of_small = small.total(base)
     for rung in LADDER:
         progress(rung.__name__)
-        for candidate in rung(case, base):
+        for candidate in rung(case if rung in WHOLE else small, base):
+            if candidate.case is None and candidate.scoring.body != base.body:
+                of_small = current_of_small - small.total(candidate.scoring)
+                if of_small < candidate.least_gain * current_of_small / 2:  # hopeless, and all tokens take long
+                    continue
             left = (candidate.case or case).total(candidate.scoring)
-            gain = current - left
-            if gain < max(candidate.least_gain * current, LEAST_OF_WHOLE * whole):
+            if current - left < max(candidate.least_gain * current, LEAST_OF_WHOLE * whole):
                 continue
             if (best is None or left < best[0]) and case.is_sure(base, candidate):
                 best = (left, candidate)

@@ -261,3 +261,5 @@ LADDER: tuple[Rung, ...] = (
     weights,
 )
 """Cheapest first."""
+WHOLE: frozenset[Rung] = frozenset([definition, tokens])
+"""Rungs that judge all tokens: they need no forward, or look at whole rows of log-probs."""
