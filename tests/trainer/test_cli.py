@@ -298,6 +298,7 @@ def test_completion_of_every_position(tmp_path: Path) -> None:
         "study",
         "eval",
         "replay",
+        "diagnose",
         "report",
         "recipes",
         "export",

@@ -271,7 +271,9 @@ class _Walk:
         """
         settings, rest = self._settings, self._now
         self._now = 0.0
-        known = [("engine", settings.engine_dtype), ("trainer", settings.trainer_dtype)]
+        known = [("engine", settings.engine_dtype)]
+        if not (self._trainer.causes or self._engine.causes):  # else the trainer's has its part already
+            known.append(("trainer", settings.trainer_dtype))
         known.append(("engine", self._engine.scoring.body.arithmetic))  # which a cause may have changed
         for number, (side, dtype) in enumerate(known):
             if rest <= NOISE * self._size(dtype):
