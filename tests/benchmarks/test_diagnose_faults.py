@@ -17,6 +17,8 @@ from planted_faults import FAULTS, World, clean
 from rollout.config import DType
 from trainer.diagnose.results import answer as paragraph
 
+pytestmark = pytest.mark.slow
+
 ONLY_WITH_BPE = "other tokens"
 """The demo's tokenizer has one token per character: encoded again, the ids are the same."""
 
