@@ -25,7 +25,7 @@ from rollout.torch.kv_cache import SLOT_ATTENTION, Step
 from rollout.torch.model import Decoder, round_inputs
 from rollout.types import FinishReason, GenerateRequest, Sample, SamplingParams
 from rollout.weights.packing import DTYPES
-from rollout.weights.quantization import GRIDS, dequantize, is_projection, quantize
+from rollout.weights.quantization import on_grid
 from trainer.batch.packing import micro_batch
 from trainer.batch.train_batch import MicroBatch
 from trainer.policy.model import PACKED_ATTENTION
@@ -328,10 +328,7 @@ def head_precision(world: World, dtype: DType) -> Made:
 
 def quantized(world: World, dtype: DType) -> Made:
     kind = world.draw.choice([Quantization.int8, Quantization.fp8, Quantization.int4])
-    held = {
-        name: dequantize(quantize(each, GRIDS[kind], name=name), GRIDS[kind]) if is_projection(name) else each
-        for name, each in world.history[-1].items()
-    }
+    held = {name: on_grid(name, each, kind) for name, each in world.history[-1].items()}
     model = world.engine(held, dtype)
     round_inputs(model, kind)
     return world.made(world.samples(Decoder(model), seed=1), engine=dtype)

@@ -106,17 +106,24 @@ def spread(scales: Tensor, grid: Grid, shape: torch.Size) -> Tensor:
     return scales
 
 
+def on_grid(name: str, tensor: Tensor, quantization: Quantization) -> Tensor:
+    """`tensor` as the format holds it, float32 of the same shape, if it is a projection; unchanged otherwise.
+
+    Raises ValueError like `quantize`.
+    """
+    grid = GRIDS.get(quantization)
+    return tensor if grid is None or not is_projection(name) else dequantize(quantize(tensor, grid, name=name), grid)
+
+
 def held_weight(name: str, tensor: Tensor, config: EngineConfig) -> Tensor:
     """The numbers that an engine computes with in the place of `tensor`, float32 of the same shape.
 
     Raises ValueError like `quantize`.
     """
-    grid = GRIDS.get(config.quantization)
-    if grid is not None and is_projection(name):
-        tensor = dequantize(quantize(tensor, grid, name=name), grid)
-        if config.takes_quantized:  # values and scales: nothing rounds their product
-            return tensor
-    return tensor.to(DTYPES[config.dtype.name]).to(torch.float32)
+    held = on_grid(name, tensor, config.quantization)
+    if held is not tensor and config.takes_quantized:  # values and scales: nothing rounds their product
+        return held
+    return held.to(DTYPES[config.dtype.name]).to(torch.float32)
 
 
 def relative_error(held: Tensor, wanted: Tensor) -> float:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from algorithms.config import NOT_SET, Problem
 from rollout.config import DType, Quantization
 from trainer.cli.tables import rows_text
+from trainer.cli.words import given_words, unknown_word
 from trainer.compose.compose import resolve
-from trainer.compose.keys import nearest
 from trainer.compose.outcome import DONE, report
 from trainer.config.outputs import CHECKPOINTS, DUMPS
 from trainer.replay.peers.places import rank_files
@@ -90,7 +90,7 @@ def run_diagnose(words: Sequence[str]) -> int:
 
 def _parse(words: Sequence[str]) -> tuple[Arguments | None, list[Problem]]:
     """Parse the words -> (arguments or None, problems); None with at least one problem."""
-    given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    given = given_words(words)
     places = [word for word in words if "=" not in word]
     source = Path(places[0]).expanduser() if len(places) == 1 and not places[0].startswith("-") else None
     is_run = source is not None and (source / CONFIG_FILE).is_file()
@@ -104,7 +104,8 @@ def _parse(words: Sequence[str]) -> tuple[Arguments | None, list[Problem]]:
         problems.append(Problem(key="source", rule=rule, value=value, remedy=f"{remedy}{hint}".strip()))
     if is_run or is_bundle:
         known = OF_RUN if is_run else (*OF_BUNDLE, *(["step"] if source is not None and source.is_dir() else []))
-        problems += [_unknown(key, value, known) for key, value in given.items() if key not in known]
+        wrong = {key: value for key, value in given.items() if key not in known}
+        problems += [unknown_word(key, value, known=known, command=f"{NAME} here") for key, value in wrong.items()]
     for key in ("step", "tokens"):
         if key in given and (not given[key].isdecimal() or int(given[key]) < 1):
             problems.append(Problem(key=key, rule="must be a whole number >= 1", value=given[key]))
@@ -150,13 +151,6 @@ def _is_positive(text: str) -> bool:
         return 0 < float(text) < math.inf
     except ValueError:
         return False
-
-
-def _unknown(key: str, value: str, known: Sequence[str]) -> Problem:
-    close = nearest(key, known)
-    hint = f"Did you mean {close}? " if close else ""
-    keys = ", ".join(f"{name}=" for name in known)
-    return Problem(key=key, rule=f"is not a word of {NAME} here", value=value, remedy=f"{hint}It takes {keys}.")
 
 
 def _of_bundle(arguments: Arguments) -> int:

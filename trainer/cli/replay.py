@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from algorithms.config import NOT_SET, Problem
 from trainer.cli.tables import rows_text
+from trainer.cli.words import given_words, unknown_word
 from trainer.compose.compose import resolve
-from trainer.compose.keys import nearest
 from trainer.compose.outcome import DONE, report
 from trainer.config.outputs import DUMPS
 from trainer.config.train import TrainConfig
@@ -93,7 +93,7 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
     """Parse the words after `parity replay` -> (arguments or None, problems); None with at least one problem."""
     given, names = _given(words)
     places = [word for word in words if "=" not in word]
-    problems = [_unknown(key, value) for key, value in given.items() if key not in KEYS]
+    problems = [unknown_word(key, value, known=KEYS, command=NAME) for key, value in given.items() if key not in KEYS]
     run_dir = Path(places[0]).expanduser() if len(places) == 1 and not places[0].startswith("-") else None
     if run_dir is None or not any((run_dir / name).exists() for name in (CONFIG_FILE, DUMPS)):
         rule, value = ("must be the directory of one run", " ".join(places)) if places else ("is missing", NOT_SET)
@@ -123,7 +123,7 @@ def parse_bundle(file: Path, words: Sequence[str]) -> tuple[BundleArguments | No
     """Parse the words after `parity replay` with a file among them -> (arguments or None, problems)."""
     given, names = _given(words)
     known = (*OF_FILE, "step") if file.is_dir() else OF_FILE
-    problems = [_unknown(key, value, known=known) for key, value in given.items() if key not in known]
+    problems = [unknown_word(key, value, known=known, command=NAME) for key, value in given.items() if key not in known]
     others = [word for word in words if "=" not in word and Path(word).expanduser() != file]
     if others:
         problems.append(Problem(key="bundle", rule="must be one file", value=" ".join([str(file), *others])))
@@ -156,15 +156,8 @@ def replay_completions(typed: Sequence[str]) -> list[str]:
 
 def _given(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """(key -> value of the words of the form key=value, the names of modes=)."""
-    given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    given = given_words(words)
     return given, [name for name in given.get("modes", "").split(",") if name]
-
-
-def _unknown(key: str, value: str, *, known: Sequence[str] = KEYS) -> Problem:
-    close = nearest(key, known)
-    hint = f"Did you mean {close}? " if close else ""
-    keys = ", ".join(f"{name}=" for name in known)
-    return Problem(key=key, rule=f"is not a word of {NAME}", value=value, remedy=f"{hint}It takes {keys}.")
 
 
 def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:

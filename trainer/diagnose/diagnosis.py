@@ -13,12 +13,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from algorithms.kl import k3
 from rollout.config import DType, Quantization
 from trainer.diagnose.case import Candidate, Case, misfit
-from trainer.diagnose.evidence import Evidence
+from trainer.diagnose.evidence import Evidence, k3_between
 from trainer.diagnose.ladder import NOISE, SOLVED, Explanation, explain
 from trainer.diagnose.rungs import fitted_temperature, other_orders, precision
 from trainer.diagnose.scorer import OtherWeightsError, Scorer
@@ -108,7 +105,7 @@ def diagnose(scorer: Scorer, settings: Settings, *, progress: Callable[[str], No
     climbs = apart > NOISE * sum(noises.values())
     found: dict[str, Explanation] = {}
     for side, case in cases.items():
-        progress(f"{side}: K3 from the definition {_k3(case.target, scorer.score([base])[0], case.mask):.2e}")
+        progress(f"{side}: K3 from the definition {k3_between(case.target, scorer.score([base])[0], case.mask):.2e}")
 
         def tell(rung: str, side: str = side) -> None:
             progress(f"{side}: {rung}")
@@ -132,7 +129,7 @@ def age_note(evidence: Evidence) -> str | None:
     if evidence.lags is None or not bool((old := evidence.mask & (evidence.lags > 0)).any()):
         return None
     share = float(old.sum() / evidence.mask.sum())
-    of_old = _k3(evidence.engine, evidence.trainer, old) * share / max(evidence_k3(evidence), 1e-300)
+    of_old = k3_between(evidence.engine, evidence.trainer, old) * share / max(evidence_k3(evidence), 1e-300)
     oldest = int(evidence.lags[old].max())
     return (
         f"{share:.0%} of the tokens were sampled with weights up to {oldest} optimizer steps old; "
@@ -142,7 +139,7 @@ def age_note(evidence: Evidence) -> str | None:
 
 def evidence_k3(evidence: Evidence) -> float:
     """K3 of the tokens of the evidence."""
-    return _k3(evidence.engine, evidence.trainer, evidence.mask)
+    return k3_between(evidence.engine, evidence.trainer, evidence.mask)
 
 
 def _temperature_of(case: Case, base: Scoring, notes: list[str]) -> Scoring:
@@ -183,13 +180,6 @@ def _refuse_other_weights(
             "read, or both sides do something that is not said. Give model= the weights of the step, and say "
             "trainer_dtype=, rollout_dtype= and temperature="
         )
-
-
-def _k3(engine: Tensor, other: Tensor, mask: Tensor) -> float:
-    """K3 in nats per token, over the tokens that have both."""
-    deltas = (other - engine)[mask]
-    deltas = deltas[~deltas.isnan()]
-    return float(k3(deltas).mean()) if len(deltas) else 0.0
 
 
 class _Walk:
@@ -235,7 +225,7 @@ class _Walk:
 
     def _to(self, scoring: Scoring) -> float:
         """K3 of the engine against `scoring`."""
-        return _k3(self._target, self._scorer.score([scoring])[0], self._mask)
+        return k3_between(self._target, self._scorer.score([scoring])[0], self._mask)
 
     def _from_trainer(self) -> None:
         """Take the causes of the trainer away: from its own log-probs to the definition."""
@@ -243,7 +233,7 @@ class _Walk:
         for cause in explained.causes:
             if cause.case is not None:
                 self._mask = self._mask & cause.case.mask
-                self._take("trainer", cause, _k3(self._target, cause.case.target, self._mask))
+                self._take("trainer", cause, k3_between(self._target, cause.case.target, self._mask))
         after = self._to(explained.scoring)
         if explained.case.total(explained.scoring) <= NOISE * self._noises["trainer"]:
             own = _own_arithmetic("trainer", self._settings.trainer_dtype, explained.scoring)
@@ -297,7 +287,7 @@ class _Walk:
         scoring = self._engine.scoring
         plain = replace(scoring.with_body(arithmetic=DType.float32), head=DType.float32)
         one, other = self._scorer.score([plain, _arithmetic(plain, dtype, scoring.body.quantization)])
-        return _k3(one, other, self._mask)
+        return k3_between(one, other, self._mask)
 
 
 def _part(side: str, cause: Candidate, k3: float, settings: Settings, evidence: Evidence) -> Part:
@@ -346,5 +336,5 @@ def _order_note(case: Case, base: Scoring, dtype: DType) -> str:
     small = case.small(scoring, max_tokens=ORDER_TOKENS)
     ways = other_orders(scoring)
     plain, *found = small.scorer.score([scoring, *ways.values()])
-    sizes = (f"{name} {_k3(one, plain, small.mask):.1e}" for name, one in zip(ways, found, strict=True))
+    sizes = (f"{name} {k3_between(one, plain, small.mask):.1e}" for name, one in zip(ways, found, strict=True))
     return f"K3 of the order of the arithmetic alone, in {dtype.name} on {len(plain)} tokens: {', '.join(sizes)}"

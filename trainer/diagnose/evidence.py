@@ -63,6 +63,13 @@ class Evidence:
         )
 
 
+def k3_between(engine: Tensor, other: Tensor, mask: Tensor) -> float:
+    """K3 of log-probs [R] against the engine's, nats per token, over the tokens of the mask [R] that have both."""
+    deltas = (other - engine)[mask]
+    deltas = deltas[~deltas.isnan()]
+    return float(k3(deltas).mean()) if len(deltas) else 0.0
+
+
 def evidence_of(bundle: Bundle, *, max_tokens: int) -> Evidence:
     """Responses of `bundle`, evenly chosen among those with a token that counts, with about `max_tokens` such tokens.
 
@@ -80,11 +87,6 @@ def evidence_of(bundle: Bundle, *, max_tokens: int) -> Evidence:
     if bundle.token_ids is not None and bundle.prompt_ids is not None and bundle.prompt_lengths is not None:
         prompts = list(bundle.prompt_ids.to(torch.int64).split(bundle.prompt_lengths.tolist()))
         responses = list(bundle.token_ids.to(torch.int64).split(lengths.tolist()))
-    lags = None
-    if bundle.versions is not None:
-        versions = bundle.versions.to(torch.int64)
-        given = bundle.number("version")
-        lags = ((int(versions.max()) if given is None else int(given)) - versions).clamp_min(0)
     whole = Evidence(
         prompts=prompts or [torch.empty(0, dtype=torch.int64)] * len(lengths),
         responses=responses or [torch.empty(0, dtype=torch.int64)] * len(lengths),
@@ -92,9 +94,9 @@ def evidence_of(bundle: Bundle, *, max_tokens: int) -> Evidence:
         engine=engine,
         trainer=trainer,
         mask=mask,
-        lags=lags,
+        lags=bundle.lags(),
         num_tokens=int(mask.sum()),
-        k3=float(k3((trainer - engine)[mask]).mean()),
+        k3=k3_between(engine, trainer, mask),
     )
     counted = torch.stack([each.sum() for each in mask.split(lengths.tolist())])
     return whole.of_responses(_chosen(counted, max_tokens=max_tokens), most=max_tokens)

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from rollout.config import DType, Quantization
 from rollout.torch.model import round_inputs
 from rollout.weights.packing import DTYPES
-from rollout.weights.quantization import GRIDS, dequantize, is_projection, quantize
+from rollout.weights.quantization import on_grid
 from trainer.diagnose.evidence import Evidence
 from trainer.diagnose.scoring import Body, EditKind, Prompt, Scoring, TensorEdit
-from trainer.policy.model import load_hf_config
+from trainer.policy.model import load_causal_lm
 
 BATCH_TOKENS = 2048
 """Padded tokens that are read at a time."""
@@ -123,16 +123,7 @@ class Scorer:
         return bos if isinstance(bos, int) else None
 
     def _load(self, path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=load_hf_config(path),
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-        )
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"{path} is not a torch model")
+        model = load_causal_lm(path, dtype=dtype, attention=None)
         return model.eval().requires_grad_(False).to(self._device)
 
     def _check(self, models: Sequence[Path]) -> None:
@@ -206,10 +197,7 @@ class Scorer:
                 tensor = self._sources[body.weights][edit.other]
             case TensorEdit(kind=EditKind.older):
                 tensor = self._sources[edit.source][name]
-        grid = GRIDS.get(body.quantization)
-        if grid is not None and is_projection(name):
-            tensor = dequantize(quantize(tensor, grid, name=name), grid)
-        return tensor.to(DTYPES[body.rounded.name])
+        return on_grid(name, tensor, body.quantization).to(DTYPES[body.rounded.name])
 
     def _read(self, model: PreTrainedModel, body: Body, responses: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
         """Yield (numbers of responses, hidden states before their tokens, one response after the other)."""

@@ -6,11 +6,10 @@ import math
 
 from torch import Tensor
 
-from algorithms.kl import k3
 from trainer.diagnose.alignment import aligned
 from trainer.diagnose.case import misfit
 from trainer.diagnose.diagnosis import Diagnosis, Part
-from trainer.diagnose.evidence import Evidence
+from trainer.diagnose.evidence import Evidence, k3_between
 from trainer.diagnose.rungs import MOST_SLIPS
 
 LEAST_GAIN = 0.8
@@ -25,7 +24,7 @@ NEEDS_PROMPTS = "the bundle has no token_ids, prompt_ids and prompt_lengths: wit
 
 def diagnose_numbers(evidence: Evidence) -> Diagnosis:
     """Try the causes that need no model."""
-    whole = _k3(evidence.engine, evidence.trainer, evidence.mask)
+    whole = k3_between(evidence.engine, evidence.trainer, evidence.mask)
     part = _of_slips(evidence, whole) or _of_age(evidence, whole)
     return Diagnosis(
         evidence=evidence,
@@ -51,18 +50,13 @@ def _of_slips(evidence: Evidence, whole: float) -> Part | None:
         name="shift" if is_shift else "other tokens",
         what=f"has log-probs that fit if they slip by a token at {slips} places of {len(evidence.lengths)} responses",
         remedy="the slice that cuts the log-probs out, or text that is encoded again between engine and trainer",
-        k3=whole - _k3(moved, evidence.trainer, evidence.mask),
+        k3=whole - k3_between(moved, evidence.trainer, evidence.mask),
         is_fault=True,
     )
 
 
 def _misfit(engine: Tensor, trainer: Tensor, mask: Tensor) -> float:
     return float(misfit((engine - trainer)[mask]).nanmean().nan_to_num(math.inf))
-
-
-def _k3(engine: Tensor, trainer: Tensor, mask: Tensor) -> float:
-    deltas = (trainer - engine)[mask]
-    return float(k3(deltas[~deltas.isnan()]).mean())
 
 
 def _of_age(evidence: Evidence, whole: float) -> Part | None:
@@ -73,7 +67,7 @@ def _of_age(evidence: Evidence, whole: float) -> Part | None:
     if not bool(old.any()) or not bool(new.any()):  # nothing to compare with
         return None
     share = float(old.sum() / evidence.mask.sum())
-    part = whole - _k3(evidence.engine, evidence.trainer, new)
+    part = whole - k3_between(evidence.engine, evidence.trainer, new)
     if part <= LEAST_OF_AGE * whole:
         return None
     return Part(

@@ -58,19 +58,21 @@ def load_hf_config(path: Path) -> PretrainedConfig:
     return hf_config
 
 
-def load_causal_lm(path: Path) -> PreTrainedModel:
-    """A whole float32 causal language model from safetensors, without remote code.
+def load_causal_lm(
+    path: Path, *, dtype: torch.dtype = torch.float32, attention: str | None = PACKED_ATTENTION
+) -> PreTrainedModel:
+    """A whole causal language model from safetensors, without remote code; `attention` None: that of transformers.
 
-    For tests and measurements: neither a rank nor an export holds a whole model. Raises ValueError like
+    For a diagnosis, tests and measurements: neither a rank nor an export holds a whole model. Raises ValueError like
     `load_hf_config`.
     """
     model = AutoModelForCausalLM.from_pretrained(
         path,
         config=load_hf_config(path),
-        dtype=torch.float32,
+        dtype=dtype,
         use_safetensors=True,
         trust_remote_code=False,
-        attn_implementation=PACKED_ATTENTION,
+        attn_implementation=attention,
     )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model.path={path} is not a torch model")

@@ -80,6 +80,13 @@ class Bundle:
         text = self.metadata.get(name)
         return None if text is None else float(text)
 
+    def lags(self) -> Tensor | None:
+        """[R] int64, optimizer steps since the weights that sampled each token; None where nobody knows."""
+        if self.versions is None:
+            return None
+        versions, newest = self.versions.to(torch.int64), self.number("version")
+        return ((int(versions.max()) if newest is None else int(newest)) - versions).clamp_min(0)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of everything that is there."""
         for each in fields(self):

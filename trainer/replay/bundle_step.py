@@ -35,7 +35,9 @@ def step_of(bundle: Bundle) -> RecordedStep:
     """The step, on the host. Advantages are 0 where the bundle has none."""
     lengths = bundle.lengths.to(torch.int64)
     mask = torch.ones(int(lengths.sum()), dtype=torch.bool) if bundle.mask is None else bundle.mask.bool()
-    lags = _lags(bundle)
+    lags = bundle.lags()
+    if lags is None:  # nobody knows
+        lags = torch.zeros(len(mask), dtype=torch.int64)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     samples = StepSamples(
         rewards=torch.zeros(len(lengths)) if bundle.rewards is None else bundle.rewards.float(),
@@ -118,15 +120,6 @@ def _metadata(description: DumpDescription, config: TrainConfig) -> dict[str, st
         "rollout_dtype": config.rollout.dtype.value,
         "quantization": config.rollout.quantization.value,
     }
-
-
-def _lags(bundle: Bundle) -> Tensor:
-    """[R] int64, optimizer steps since the weights that sampled each token; 0 where nobody knows."""
-    if bundle.versions is None:
-        return torch.zeros(len(bundle.old_logprobs), dtype=torch.int64)
-    versions = bundle.versions.to(torch.int64)
-    newest = int(bundle.number("version") or 0) if "version" in bundle.metadata else int(versions.max())
-    return (newest - versions).clamp_min(0)
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,21 @@
+"""Words of the form key=value after a command that composes no config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from algorithms.config import Problem
+from trainer.compose.keys import nearest
+
+
+def given_words(words: Sequence[str]) -> dict[str, str]:
+    """Key -> value of the words of the form key=value."""
+    return {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+
+
+def unknown_word(key: str, value: str, *, known: Sequence[str], command: str) -> Problem:
+    """The problem of a key that `command` does not take; `known` are those that it takes."""
+    close = nearest(key, known)
+    hint = f"Did you mean {close}? " if close else ""
+    keys = ", ".join(f"{name}=" for name in known)
+    return Problem(key=key, rule=f"is not a word of {command}", value=value, remedy=f"{hint}It takes {keys}.")
