@@ -254,12 +254,18 @@ class TorchEngineConfig(EngineConfig):
         return self.max_batch_size
 
 
+TOP_P = within(0, 1, "(]")
+TOP_K = Rule("must be >= 2, or -1 for all tokens", lambda count: count == -1 or count >= 2)
+MIN_P = within(0, 1, "[)")
+"""Rules of truncation, for training and for evaluation."""
+
+
 @dataclass(kw_only=True, slots=True)
 class SamplingConfig(Checked):
     """Parameters for sampling responses in training.
 
-    There is no top_p, top_k or min_p: truncation changes the sampling distribution but not the reported log-prob, which
-    is then wrong by the log of the kept probability mass.
+    With top_p, top_k or min_p the engine returns the tokens that it kept, and the trainer scores every token among
+    these (`algorithms/truncation.py`).
     """
 
     temperature: float = ruled(
@@ -270,6 +276,22 @@ class SamplingConfig(Checked):
     """Divisor of the logits, in the engine and in the trainer. Vetted: 1.0."""
     max_new_tokens: int = ruled(1024, at_least(1))
     """Upper bound on the tokens of a response."""
+    top_p: float = ruled(1.0, TOP_P)
+    """Mass of the most probable tokens from which is drawn; 1 draws from all. Vetted: 1.0."""
+    top_k: int = ruled(-1, TOP_K)
+    """Number of the most probable tokens from which is drawn; -1 draws from all. Vetted: -1."""
+    min_p: float = ruled(0.0, MIN_P)
+    """Smallest probability of a token that is drawn, as a share of the largest one; 0 draws from all. Vetted: 0."""
+
+    @property
+    def truncation(self) -> list[float]:
+        """top_p, top_k and min_p."""
+        return [self.top_p, self.top_k, self.min_p]
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if tokens are drawn from a part of the vocabulary."""
+        return self.truncation != [1.0, -1, 0.0]
 
 
 class CollectOrder(Enum):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from rollout.supports import joined
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation, PackedWeights, WeightLayout
 
 POLL_S = 5.0
@@ -207,6 +208,7 @@ def whole_response(request: GenerateRequest, rest: Generation) -> Generation:
         token_versions=begun.token_versions + rest.token_versions,
         finish_reason=rest.finish_reason,
         shared_prompt_tokens=min(rest.shared_prompt_tokens, len(request.prompt_token_ids)),
+        supports=joined([begun.supports_or_none, rest.supports_or_none]) if request.sampling.with_supports else None,
     )
 
 

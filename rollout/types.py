@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import Quantization
+from rollout.supports import Supports, no_supports
 
 MAX_LOGPROB = 1e-4
 """Largest valid log-prob: a log-prob may exceed 0 by rounding only."""
@@ -51,7 +52,7 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
-    """Sampling parameters of one response. The engine's log-prob is after temperature, before any truncation."""
+    """Sampling parameters of one response. The engine's log-prob is that of the distribution that it draws from."""
 
     temperature: float
     """Divisor of the logits; 0 means greedy."""
@@ -60,10 +61,20 @@ class SamplingParams:
     seed: int
     """Unique per sample, non-negative, < 2**31; derived from (run seed, step, prompt id, sample index)."""
     top_p: float = 1.0
+    """Mass of the most probable tokens from which is drawn; 1 for all."""
     top_k: int = -1
+    """Number of the most probable tokens from which is drawn; -1 for all."""
     min_p: float = 0.0
+    """Smallest probability of a token that is drawn, as a share of the largest one; 0 for all."""
+    with_supports: bool = False
+    """True if the engine returns the support of every token: training needs it for truncated sampling."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, including the tokenizer's end-of-sequence token."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,6 +117,13 @@ class Generation:
     """[R] False where a rollout function wrote the token (its log-prob is 0); None: the model sampled all tokens."""
     shared_prompt_tokens: int = 0
     """Tokens of the prompt that the engine did not compute for this response, because another one has the same."""
+    supports: Supports | None = None
+    """[R] the support of each token, where the request asks for it."""
+
+    @property
+    def supports_or_none(self) -> Supports:
+        """[R] the support of each token, of size 0 where the engine returned none."""
+        return no_supports(len(self.token_ids)) if self.supports is None else self.supports
 
     @property
     def policy_version(self) -> int:
@@ -154,6 +172,8 @@ class Sample:
     """True if the task's own check passed (unshaped); dynamic sampling and accuracy read this field."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Further numbers that a reward function of the user returned, by their key in its dict."""
+    supports: Supports | None = None
+    """[T] the support of each token, of size 0 off the mask; None if all tokens come from the whole vocabulary."""
 
     def __post_init__(self) -> None:
         """Convert sequences of numbers to arrays. Raises ValueError for a sample that cannot be trained on."""
@@ -180,6 +200,20 @@ class Sample:
                 f"sample {self.prompt_id}/{self.sample_index}: log-prob {self.rollout_logprobs[token]} "
                 f"of token {token} is not a log-probability"
             )
+        if self.supports is not None:
+            self._check_supports(self.supports)
+
+    def _check_supports(self, supports: Supports) -> None:
+        """Raise ValueError unless every response token, and no other one, is in its own support."""
+        if len(supports) != len(self.token_ids):
+            wrong = f"{len(supports)} supports of {len(self.token_ids)} tokens"
+        elif (supports.sizes[~self.response_mask] > 0).any():
+            wrong = "a token that was not sampled has a support"
+        elif not supports.contain(self.token_ids)[self.response_mask].all():
+            wrong = "a token is not in its own support"
+        else:
+            return
+        raise ValueError(f"sample {self.prompt_id}/{self.sample_index}: {wrong}")
 
     def __eq__(self, other: object) -> bool:
         """True if all fields are equal, number by number."""

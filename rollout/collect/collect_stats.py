@@ -138,6 +138,9 @@ class CollectStats:
             "duplicate_frac": 1 - len(distinct) / len(samples),
             **_lags(samples, policy_version=self.policy_version),
         }
+        supports = [sample.supports for sample in samples if sample.supports is not None]
+        if supports:
+            counts["support_size_mean"] = sum(len(each.token_ids) for each in supports) / lengths.sum()
         if self.all_lengths:
             counts["length_bias"] = lengths.mean() / max(1e-9, float(np.mean(self.all_lengths)))
         return {f"rollout/{name}": float(value) for name, value in counts.items()} | {

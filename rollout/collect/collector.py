@@ -186,21 +186,24 @@ class Collector:
             started_step=started_step,
             versions=versions,
             temperature=self._sampling.temperature,
+            truncation=self._sampling.truncation,
             groups=pack_groups(groups),
         )
 
     def load_state_dict(self, state: CollectorState) -> None:
         """Continue with the unfinished groups of a checkpoint; the caller restores the prompt stream first.
 
-        The responses start again from the prompt if the config allows no older tokens, or has another temperature or
-        group size.
+        The responses start again from the prompt if the config allows no older tokens, or has another temperature,
+        truncation or group size.
         """
+        sampled = (state["temperature"], state.get("truncation", SamplingConfig().truncation))
         self._versions = {step: version for step, version in state["versions"]}
         self._pending = unpack_groups(
             state["groups"],
             prompt=self._prompts.prompt,
             request=self._request,
-            keeps_tokens=self._plan.max_lag_steps > 0 and state["temperature"] == self._sampling.temperature,
+            keeps_tokens=self._plan.max_lag_steps > 0
+            and sampled == (self._sampling.temperature, self._sampling.truncation),
             group_size=self._plan.group_size,
         )
         self._seeds = self._seeds_of(state["started_step"])

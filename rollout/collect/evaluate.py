@@ -141,6 +141,7 @@ def evaluation_requests(prompts: Sequence[Prompt], plan: EvalPlan) -> list[Gener
         for index in range(GREEDY, GREEDY + 1 + plan.num_samples):
             drawn = seeds.draw(prompt.prompt_id, index)
             params = sampling_params(plan.sampling, seed=drawn, stop_token_ids=plan.stop_token_ids)
+            params.with_supports = False  # nobody trains on these responses
             requests.append(
                 GenerateRequest(
                     prompt_id=prompt.prompt_id,

@@ -28,6 +28,7 @@ class InvalidReason(Enum):
     wrong_length = "as many log-probs and versions as tokens are needed"
     bad_logprob = "a log-prob was NaN, infinite or positive"
     lost_resumed = "the response does not begin with the tokens that were resumed"
+    bad_support = "the engine did not return what truncation kept, or a token is not part of it"
 
 
 def invalid_reason(
@@ -61,7 +62,18 @@ def invalid_reason(
         found = InvalidReason.bad_logprob
     elif tokens[: len(resumed)] != resumed:
         found = InvalidReason.lost_resumed
+    elif request.sampling.with_supports and not _has_supports(generation):
+        found = InvalidReason.bad_support
     return found
+
+
+def _has_supports(generation: Generation) -> bool:
+    """True if every sampled token, and no other one, has a support and is in it."""
+    supports = generation.supports
+    if supports is None or len(supports) != len(generation.token_ids):
+        return False
+    sampled = np.ones(len(supports), np.bool_) if generation.sampled is None else np.array(generation.sampled)
+    return bool(supports.contain(generation.token_ids)[sampled].all() and not supports.sizes[~sampled].any())
 
 
 class DropReason(Enum):

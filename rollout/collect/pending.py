@@ -11,10 +11,11 @@ import base64
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
+from rollout.supports import Supports
 from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, Sample, SampleGroup
 
 
@@ -93,6 +94,8 @@ class ResponseState(TypedDict):
     """[R] float64, encoded like `tokens`; None if the engine returned none."""
     versions: list[list[int]]
     """[version, number of tokens] of every run of equal versions."""
+    supports: NotRequired[list[str] | None]
+    """Sizes [R] and token ids [K] of the supports, encoded like `tokens`; None or absent without truncation."""
     ended: str | None
     """The finish reason; None while the response is unfinished."""
     valid: bool
@@ -115,6 +118,8 @@ class CollectorState(TypedDict):
     """[step, policy version at its start] of the last steps."""
     temperature: float
     """Sampling temperature of the tokens."""
+    truncation: NotRequired[list[float]]
+    """top_p, top_k and min_p of the tokens; absent in older checkpoints, whose tokens have no truncation."""
     groups: list[GroupState]
     """Unfinished groups in the order of submission."""
 
@@ -157,23 +162,26 @@ def _pack(response: PendingResponse) -> ResponseState:
     tokens = [] if so_far is None else so_far.token_ids
     logprobs = [] if so_far is None else so_far.logprobs
     versions = [] if so_far is None else so_far.token_versions
+    supports = None if so_far is None else so_far.supports
     return ResponseState(
         seed=response.request.sampling.seed,
         tokens=_text(np.asarray(tokens, dtype="<i4")),
         logprobs=None if logprobs is None else _text(np.asarray(logprobs, dtype="<f8")),
         versions=[[version, len(list(run))] for version, run in groupby(versions)],
+        supports=None if supports is None else [_text(supports.sizes), _text(supports.token_ids)],
         ended=None if ended is None else ended.finish_reason.value,
         valid=response.sample is not None,
     )
 
 
 def _unpack(state: ResponseState, request: GenerateRequest) -> PendingResponse:
-    ended, logprobs = state["ended"], state["logprobs"]
+    ended, logprobs, supports = state["ended"], state["logprobs"], state.get("supports")
     generation = Generation(
         token_ids=_numbers(state["tokens"], "<i4").tolist(),
         logprobs=None if logprobs is None else _numbers(logprobs, "<f8").tolist(),
         token_versions=[version for version, count in state["versions"] for _ in range(count)],
         finish_reason=FinishReason.abort if ended is None else FinishReason(ended),
+        supports=None if supports is None else Supports(*(_numbers(text, "<i4") for text in supports)),
     )
     if ended is not None:
         return PendingResponse(request=request, generation=generation, is_done=not state["valid"])

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from rollout.config import SamplingConfig
+from rollout.supports import joined, no_supports
 from rollout.types import GenerateRequest, Generation, Sample, SamplingParams
 
 
@@ -58,6 +59,7 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
     all_sampled = np.ones(len(generation.token_ids), dtype=np.bool_)
     mask = np.concatenate([before, all_sampled if generation.sampled is None else generation.sampled])
     versions = np.concatenate([before, generation.token_versions])
+    supports = None if generation.supports is None else joined([no_supports(len(before)), generation.supports])
     if len(mask) != len(versions):
         where = f"sample {request.prompt_id}/{request.sample_index}"
         raise ValueError(f"{where}: sampled and token_versions differ in length")
@@ -69,11 +71,19 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
         rollout_logprobs=np.concatenate([before, generation.logprobs]),
         token_versions=np.where(mask, versions, 0),
         finish_reason=generation.finish_reason,
+        supports=supports,
     )
 
 
 def sampling_params(config: SamplingConfig, *, seed: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """Sampling parameters of one training response."""
     return SamplingParams(
-        temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed, stop_token_ids=stop_token_ids
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        seed=seed,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        with_supports=config.is_truncated,
+        stop_token_ids=stop_token_ids,
     )

@@ -17,6 +17,7 @@ import xxhash
 from rollout.episodes.child import SEPARATOR
 from rollout.episodes.config import EPISODE_MEMORY_BYTES
 from rollout.processes.child_process import ChildProcess, ChildStartError
+from rollout.supports import Supports, joined, no_supports
 from rollout.types import FinishReason, GenerateRequest, Generation
 
 LOAD_S = 60.0
@@ -108,6 +109,8 @@ class RunningEpisode:
     logprobs: list[float] | None = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
+    supports: list[Supports] = field(default_factory=list)
+    """Supports of the tokens of each turn, and of those that the model was shown, in their order."""
     num_turns: int = 0
     shared_prompt_tokens: int = 0
     """Tokens of the prompt that the engine did not compute for the first turn."""
@@ -144,6 +147,7 @@ class RunningEpisode:
         self.token_ids += generation.token_ids
         self.token_versions += generation.token_versions
         self.sampled += [True] * len(generation.token_ids)
+        self.supports.append(generation.supports_or_none)
         known = self.logprobs is not None and generation.logprobs is not None
         self.logprobs = [*(self.logprobs or ()), *(generation.logprobs or ())] if known else None
         if self.num_turns == 0:
@@ -158,6 +162,7 @@ class RunningEpisode:
         self.token_ids += shown
         self.token_versions += [self.token_versions[-1] if self.token_versions else 0] * len(shown)
         self.sampled += [False] * len(shown)
+        self.supports.append(no_supports(len(shown)))
         if self.logprobs is not None:
             self.logprobs += [0.0] * len(shown)
 
@@ -171,6 +176,7 @@ class RunningEpisode:
             finish_reason=reason,
             sampled=self.sampled,
             shared_prompt_tokens=self.shared_prompt_tokens,
+            supports=joined(self.supports) if self.request.sampling.with_supports else None,
         )
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rollout.supports import supports_of
 from rollout.types import FinishReason, GenerateRequest, Generation
 
 
@@ -36,6 +37,7 @@ def body_of(request: GenerateRequest, *, adapter: str | None = None) -> dict[str
             "stop_token_ids": list(sampling.stop_token_ids),
             "sampling_seed": sampling.seed,
         },
+        **({"return_sampling_mask": True} if sampling.with_supports else {}),
     }
 
 
@@ -66,12 +68,18 @@ def generation_of(
         raise ReplyError(
             f"the response was cut at {len(token_ids)} of max_new_tokens={request.sampling.max_new_tokens} tokens"
         )
+    logprobs, supports = _logprobs(meta, token_ids), None
+    if request.sampling.with_supports and token_ids:
+        # The server's usual log-probs are those of the whole vocabulary.
+        logprobs = _as_floats(_field(meta, "output_token_sampling_logprobs"))
+        supports = supports_of(_field(meta, "output_token_sampling_mask"))
     return Generation(
         token_ids=token_ids,
-        logprobs=_logprobs(meta, token_ids),
+        logprobs=logprobs,
         token_versions=_versions(meta, len(token_ids), sent_version=sent_version, newest_version=newest_version),
         finish_reason=finish_reason,
         shared_prompt_tokens=int(meta.get("cached_tokens") or 0),
+        supports=supports,
     )
 
 
@@ -89,13 +97,18 @@ def _field(mapping: Mapping[str, Any], name: str) -> Any:
 
 
 def _logprobs(meta: Mapping[str, Any], token_ids: list[int]) -> list[float] | None:
-    """Log-probs [R] as reported; NaN for a JSON null, which stands for a non-finite number. None without log-probs."""
+    """Log-probs [R] as reported; None without log-probs."""
     scored = meta.get("output_token_logprobs") or []
     if len(scored) == len(token_ids) and [entry[1] for entry in scored] != token_ids:
         raise ReplyError("the log-probs are those of other tokens than the response")
     if not scored and token_ids:
         return None
-    return [math.nan if entry[0] is None else entry[0] for entry in scored]
+    return _as_floats([entry[0] for entry in scored])
+
+
+def _as_floats(reported: list[float | None]) -> list[float]:
+    """The same numbers, NaN for a JSON null, which stands for a non-finite number."""
+    return [math.nan if number is None else number for number in reported]
 
 
 def _versions(meta: Mapping[str, Any], num_tokens: int, *, sent_version: int, newest_version: int) -> list[int]:

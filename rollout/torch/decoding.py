@@ -15,11 +15,16 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from algorithms.truncation import CUT_LOGIT, kept_tokens
 from rollout.engine import aborted, whole_response
+from rollout.supports import supports_of
 from rollout.torch.kv_cache import KVSlots
 from rollout.torch.model import Decoder
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation
@@ -31,22 +36,47 @@ PREFILL_TOKENS = 1 << 15
 """Maximum of tokens in one forward over prompts, padding included: bounds the memory of the forward."""
 
 
+class Truncation(NamedTuple):
+    """What of the distribution of each row is drawn from, as `algorithms.truncation.kept_tokens` takes it; each [B]."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+class Drawn(NamedTuple):
+    """The tokens of one draw."""
+
+    tokens: Tensor
+    """[B] int64."""
+    logprobs: Tensor
+    """[B] float32, nats, of the distribution that was drawn from; of the whole one for greedy rows."""
+    kept: Tensor | None
+    """[B, V] bool, the support of each token; None without truncation."""
+
+
 def sample_tokens(
     logits: Tensor,
     *,
     temperature: Tensor,
     uniforms: Tensor,
+    truncation: Truncation | None = None,
     log_softmax: Callable[[Tensor], Tensor] = Decoder.log_softmax,
-) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverting the cumulative distribution; also its log-prob.
+) -> Drawn:
+    """Draw one token per row by inverting the cumulative distribution.
 
-    logits [B, V]; temperature [B] float32, 0 for greedy; uniforms [B] float64 in [0, 1). Returns token ids [B] int64
-    and log-probs [B] float32: log_softmax(logits / temperature), for greedy rows of the untempered distribution.
+    logits [B, V]; temperature [B] float32, 0 for greedy; uniforms [B] float64 in [0, 1). The log-probs are
+    log_softmax(logits / temperature) over the kept tokens, for greedy rows of the untempered distribution.
     A row with a NaN logit yields a NaN log-prob.
     """
     greedy = temperature == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
     logprobs = log_softmax(scaled)
+    kept = None
+    if truncation is not None:
+        kept = kept_tokens(logprobs.exp(), **truncation._asdict()) | greedy[:, None]
+        # The trainer's head cuts in the same way, so that both have the same bits in exact arithmetic.
+        logprobs = log_softmax(scaled.masked_fill(~kept, CUT_LOGIT))
     # float64: near 1, float32 numbers are 6e-8 apart, which is more than the probability of a rare token.
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     # A draw is at most 1 - 2^-53, so the product stays below the total also after rounding, and a token without
@@ -54,7 +84,7 @@ def sample_tokens(
     target = uniforms * cumulative[:, -1]
     sampled = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
     tokens = torch.where(greedy, scaled.argmax(dim=-1), sampled.clamp(max=logits.shape[-1] - 1))
-    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+    return Drawn(tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1), kept)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,6 +103,8 @@ class _Sequence:
     """Log-probs of the tokens sampled here, the last ones of `tokens`."""
     versions: list[int] = field(default_factory=list)
     """Policy versions of the tokens sampled here."""
+    supports: list[NDArray[np.int32]] = field(default_factory=list)
+    """Supports of the tokens sampled here, if the request asks for them."""
     shared_tokens: int = 0
     """Tokens of its prompt, if they were read for another sequence."""
 
@@ -102,6 +134,7 @@ class _Sequence:
             token_versions=self.versions,
             finish_reason=reason,
             shared_prompt_tokens=self.shared_tokens,
+            supports=supports_of(self.supports) if self.request.sampling.with_supports else None,
         )
         return Completion(self.ticket, whole_response(self.request, rest))
 
@@ -225,24 +258,49 @@ class Batch:
         temperatures = [sequence.request.sampling.temperature for sequence in self._sequences]
         uniforms = [sequence.draws[len(sequence.tokens)] for sequence in self._sequences]
         device = self._logits.device
-        tokens, logprobs = sample_tokens(
+        drawn = sample_tokens(
             self._logits,
             temperature=torch.tensor(temperatures, device=device),
             uniforms=torch.tensor(uniforms, dtype=torch.float64, device=device),
+            truncation=self._truncation(self._logits),
             log_softmax=self._decoder.log_softmax,
         )
         self._logits = None
+        self._keep_supports(drawn.kept)
         completions, ended = [], []
-        for index, drawn in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+        for index, (token, logprob) in enumerate(zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)):
             sequence = self._sequences[index]
-            sequence.tokens.append(drawn[0])
-            sequence.logprobs.append(drawn[1])
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
             sequence.versions.append(self._version)
             if (reason := sequence.finish_reason()) is not None:
                 completions.append(sequence.completion(reason))
                 ended.append(index)
         self._release(ended)
         return completions
+
+    def _truncation(self, logits: Tensor) -> Truncation | None:
+        """What is drawn from for every active sequence; None if that is the whole vocabulary for all of them."""
+        params, vocab = [sequence.request.sampling for sequence in self._sequences], logits.shape[-1]
+        if not any(each.is_truncated for each in params):
+            return None
+        # Greedy rows take the most probable token anyway: few tokens have to be put in order for them.
+        limits = [1 if each.temperature == 0 else vocab if each.top_k == -1 else each.top_k for each in params]
+        return Truncation(
+            top_k=torch.tensor(limits, device=logits.device),
+            top_p=torch.tensor([each.top_p for each in params], device=logits.device),
+            min_p=torch.tensor([each.min_p for each in params], device=logits.device),
+        )
+
+    def _keep_supports(self, kept: Tensor | None) -> None:
+        """Add the support [N, V] of the tokens just drawn to each sequence that has to return it."""
+        asking = [number for number, each in enumerate(self._sequences) if each.request.sampling.with_supports]
+        if kept is None or not asking:
+            return
+        rows = kept[asking]
+        token_ids = rows.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+        for number, support in zip(asking, np.split(token_ids, rows.sum(-1).cumsum(0)[:-1].cpu().numpy()), strict=True):
+            self._sequences[number].supports.append(support)
 
     def _release(self, ended: Sequence[int]) -> None:
         """Free the slots `ended`; the last active sequences move into the gaps."""

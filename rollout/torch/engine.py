@@ -249,10 +249,10 @@ class TorchEngine(Engine):
     def _check_request(self, request: GenerateRequest, model: PreTrainedModel) -> None:
         sampling, limits = request.sampling, model.config
         problem = request_problem(request, vocab_size=limits.vocab_size, context_length=limits.max_position_embeddings)
-        if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, -1, 0.0):
+        if not (0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1 and (sampling.top_k >= 1 or sampling.top_k == -1)):
             problem = (
-                f"top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p} are not supported: "
-                "only 1.0, -1 and 0.0 keep the log-prob exact"
+                f"top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p} must be in (0, 1], "
+                "-1 or at least 1, and in [0, 1]"
             )
         if problem:
             raise ValueError(f"{self._name} generate, prompt {request.prompt_id}/{request.sample_index}: {problem}")

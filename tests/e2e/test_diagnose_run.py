@@ -18,15 +18,17 @@ RUN = (
 )  # fmt: skip
 
 
-def test_a_run_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("sampling", [(), ("sampling.top_p=0.95",)], ids=["", "truncated"])
+def test_a_run_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str], sampling: tuple[str, ...]) -> None:
     run_dir = tmp_path / "run"
-    assert run(["train", "arithmetic_grpo", *RUN, f"run.dir={run_dir}"]) == 0
+    assert run(["train", "arithmetic_grpo", *RUN, *sampling, f"run.dir={run_dir}"]) == 0
     before = (run_dir / "metrics.jsonl").read_text()
     for words in (["step=1"], []):  # the first weights are those of the model; then from the checkpoint
         assert run(["diagnose", str(run_dir), *words]) == 0
         found = json.loads((run_dir / "diagnosis" / "diagnosis.json").read_text())
         first = found["parts"][0]
         assert (first["name"], first["side"], first["is_fault"]) == ("quantization", "engine", False)
+        assert "truncation" not in {part["name"] for part in found["parts"]}
         assert "int4" in first["what"]
         assert abs(found["unexplained"]) < 0.1 * found["k3"]
     assert (tmp_path / "run-diagnosis" / "dumps" / "step_000003").is_dir()

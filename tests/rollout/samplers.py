@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count, islice
 
 from rollout.engine import Engine
+from rollout.supports import Supports
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation
 
 TICKETS = count()
@@ -24,7 +25,14 @@ def cut(request: GenerateRequest, generation: Generation, num_new: int) -> Gener
         logprobs=generation.logprobs[:end],
         token_versions=generation.token_versions[:end],
         finish_reason=FinishReason.abort,
+        supports=None if generation.supports is None else first(generation.supports, end),
     )
+
+
+def first(supports: Supports, count: int) -> Supports:
+    """The supports of the first `count` tokens."""
+    sizes = supports.sizes[:count]
+    return Supports(sizes, supports.token_ids[: sizes.sum()])
 
 
 class LocalSampler:

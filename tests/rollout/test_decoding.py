@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollout.torch.decoding import Batch, chunks, sample_tokens
+from rollout.torch.decoding import Batch, Truncation, chunks, sample_tokens
 from rollout.torch.model import Decoder
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
 
@@ -16,7 +16,7 @@ def test_sampling_follows_the_distribution_exactly():
     uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     logits = torch.tensor([0.5, -1.0, 2.0, -float("inf"), 1.5, -9.0])
     for temperature in (1.0, 0.5, 2.0):
-        tokens, logprobs = sample_tokens(
+        tokens, logprobs, _ = sample_tokens(
             logits.expand(count, -1), temperature=torch.full((count,), temperature), uniforms=uniforms
         )
         probs = torch.softmax(logits.double() / temperature, dim=-1)
@@ -32,7 +32,7 @@ def test_impossible_tokens_are_not_drawn_at_the_ends(seed):
     edge = torch.full((3,), -float("inf"))
     logits = torch.cat([edge, middle, edge]).expand(2, -1)
     uniforms = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
-    tokens, logprobs = sample_tokens(logits, temperature=torch.ones(2), uniforms=uniforms)
+    tokens, logprobs, _ = sample_tokens(logits, temperature=torch.ones(2), uniforms=uniforms)
     assert tokens.tolist() == [3, 52]
     assert torch.isfinite(logprobs).all()
 
@@ -41,14 +41,14 @@ def test_a_token_rarer_than_float32_resolves_keeps_its_place():
     """Shares 1/2, 1/2 and 1e-9: the last token owns the draws from 1 - 1e-9 on."""
     logits = torch.tensor([0.0, 0.0, -20.030119]).expand(3, -1)
     uniforms = torch.tensor([1 - 2e-9, 1 - 5e-10, 1 - 2**-53], dtype=torch.float64)
-    tokens, logprobs = sample_tokens(logits, temperature=torch.ones(3), uniforms=uniforms)
+    tokens, logprobs, _ = sample_tokens(logits, temperature=torch.ones(3), uniforms=uniforms)
     assert tokens.tolist() == [1, 2, 2]
     assert logprobs[1:].tolist() == pytest.approx([-20.723266] * 2, abs=1e-5)
 
 
 def test_greedy_and_sampled_rows_share_a_batch():
     logits = torch.tensor([[0.0, 2.0, 1.0]]).expand(3, -1)
-    tokens, logprobs = sample_tokens(
+    tokens, logprobs, _ = sample_tokens(
         logits, temperature=torch.tensor([0.0, 1.0, 0.5]), uniforms=torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64)
     )
     assert tokens.tolist() == [1, 0, 0]
@@ -58,11 +58,45 @@ def test_greedy_and_sampled_rows_share_a_batch():
 
 def test_a_broken_row_is_visible_and_stays_in_the_vocabulary():
     logits = torch.tensor([[0.0, float("nan"), 1.0], [0.0, 1.0, 2.0]])
-    tokens, logprobs = sample_tokens(
+    tokens, logprobs, _ = sample_tokens(
         logits, temperature=torch.ones(2), uniforms=torch.tensor([0.5, 0.5], dtype=torch.float64)
     )
     assert 0 <= tokens[0] < 3
     assert logprobs.isnan().tolist() == [True, False]
+
+
+def test_truncated_rows_draw_from_the_kept_tokens_alone():
+    """Probabilities 0.5, 0.3, 0.15, 0.05; a greedy row beside them keeps the whole vocabulary."""
+    count = 20_000
+    uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(count, -1)
+    cases = {(2, 1.0, 0.0): [0.625, 0.375], (4, 0.6, 0.0): [0.625, 0.375], (4, 1.0, 0.25): [10 / 19, 6 / 19, 3 / 19]}
+    for limits, expected in cases.items():
+        truncation = Truncation(*(torch.tensor([limit]).expand(count) for limit in limits))
+        drawn = sample_tokens(logits, temperature=torch.ones(count), uniforms=uniforms, truncation=truncation)
+        counts = torch.bincount(drawn.tokens, minlength=4) / count
+        assert counts.tolist() == pytest.approx([*expected, *[0] * (4 - len(expected))], abs=1 / count)
+        assert torch.allclose(drawn.logprobs.exp(), torch.tensor(expected)[drawn.tokens], atol=1e-6)
+        assert drawn.kept is not None and drawn.kept[0].sum() == len(expected)
+    greedy = sample_tokens(
+        logits[:1],
+        temperature=torch.zeros(1),
+        uniforms=uniforms[:1],
+        truncation=Truncation(torch.tensor([1]), torch.tensor([0.5]), torch.tensor([0.9])),
+    )
+    assert greedy.tokens.tolist() == [0] and greedy.logprobs.exp().tolist() == pytest.approx([0.5])
+
+
+def test_a_broken_row_is_visible_with_truncation_too():
+    logits = torch.tensor([[0.0, float("nan"), 1.0], [0.0, 1.0, 2.0]])
+    drawn = sample_tokens(
+        logits,
+        temperature=torch.ones(2),
+        uniforms=torch.tensor([0.5, 0.5], dtype=torch.float64),
+        truncation=Truncation(torch.tensor([2, 2]), torch.tensor([0.9, 0.9]), torch.tensor([0.0, 0.0])),
+    )
+    assert 0 <= drawn.tokens[0] < 3
+    assert drawn.logprobs.isnan().tolist() == [True, False]
 
 
 class CountingDecoder(Decoder):

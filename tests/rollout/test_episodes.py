@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rollout.collect.filters import invalid_reason
+from rollout.collect.requests import make_sample
 from rollout.config import DType, TorchEngineConfig
 from rollout.data.arithmetic import TOKENS, save_tokenizer
 from rollout.engine import wait_for
@@ -173,6 +175,15 @@ def test_observed_tokens_are_shown_and_masked_and_what_was_sampled_is_untouched(
             assert logprob == (pytest.approx(expected, abs=2e-5) if sampled else 0.0)
         assert generation.finish_reason in (FinishReason.stop, FinishReason.length)
         assert generation.token_versions == [0] * len(generation.token_ids)
+
+
+def test_written_tokens_have_no_support_and_sampled_ones_are_in_theirs(episodes):
+    requests = [replace(r, sampling=replace(r.sampling, top_k=5, with_supports=True)) for r in make_requests()]
+    for request, generation in zip(requests, episodes(TWO_TURNS).generate(requests), strict=True):
+        assert invalid_reason(request, generation, policy_version=0) is None
+        assert generation.supports.sizes.tolist() == [5 * sampled for sampled in generation.sampled]
+        sample = make_sample(request, generation)
+        assert sample.supports.sizes.tolist() == [5 * sampled for sampled in sample.response_mask.tolist()]
 
 
 def test_no_two_turns_draw_with_one_seed(episodes):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rollout.collect.filters import DropReason, invalid_reason, is_zero_variance
+from rollout.supports import supports_of
 from rollout.types import (
     FinishReason,
     GenerateRequest,
@@ -60,6 +61,24 @@ def test_new_tokens_may_have_any_version_since_the_request_was_submitted():
     found = {oldest: invalid_reason(REQUEST, mixed, policy_version=7, oldest_version=oldest) for oldest in (5, 6)}
     assert found[5] is None
     assert found[6] is not None and found[6].name == "wrong_version"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"supports": supports_of([[4, 9], [5]])}, None),
+        ({"supports": None}, "bad_support"),
+        ({"supports": supports_of([[4, 9]])}, "bad_support"),
+        ({"supports": supports_of([[4, 9], [6]])}, "bad_support"),
+        ({"supports": supports_of([[4, 9], []])}, "bad_support"),
+        ({"supports": supports_of([[4, 9], []]), "sampled": [True, False]}, None),
+        ({"supports": supports_of([[4, 9], [5]]), "sampled": [True, False]}, "bad_support"),
+    ],
+)
+def test_a_truncated_response_has_every_token_in_its_support(change, reason):
+    request = replace(REQUEST, sampling=replace(REQUEST.sampling, top_p=0.5, with_supports=True))
+    found = invalid_reason(request, replace(GOOD, **change), policy_version=7)
+    assert (None if found is None else found.name) == reason
 
 
 def test_a_resumed_response_keeps_its_beginning():

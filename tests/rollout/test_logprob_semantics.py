@@ -1,7 +1,6 @@
 """What a log-prob means, proven against exact enumeration: every response of a 5-token vocabulary and its probability.
 
-A real tiny model, on the torch engine and on a real SGLang server: temperature, shift, seeds, and why truncated
-sampling is refused.
+A real tiny model, on the torch engine and on a real SGLang server: temperature, shift, seeds, and truncated sampling.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ import pytest
 import torch
 from tiny_model import EOS_TOKEN_ID, write_tiny_model
 
+from algorithms.truncation import kept_tokens
+from rollout.collect.filters import invalid_reason
 from rollout.collect.requests import SeedSource
 from rollout.config import DType, SGLangConfig, TorchEngineConfig
 from rollout.engine import Engine
@@ -197,17 +199,55 @@ def test_an_engine_gives_one_seed_one_response(engine: Engine, samples: list[Gen
     assert len(responses(engine.generate(shared))) == 1, "the seed decides: a shared one would be a group of copies"
 
 
-def test_truncated_sampling_is_refused_because_its_log_probs_are_those_of_another_law(
-    engine: Engine, model: PreTrainedModel
+@pytest.mark.parametrize(
+    "limits", [{"top_k": 3, "top_p": 0.7}, {"top_k": 2}, {"top_k": 4, "min_p": 0.15}], ids=["top_p", "top_k", "min_p"]
+)
+def test_truncated_sampling_draws_and_reports_the_law_among_the_kept_tokens(
+    engine: Engine, model: PreTrainedModel, limits: dict[str, float]
 ) -> None:
-    if isinstance(engine, TorchEngine):
-        with pytest.raises(ValueError, match=r"top_p=0\.5.* are not supported"):
-            engine.generate(group(1, top_p=0.5))
-        return
-    truncated = engine.generate(group(200, top_p=0.5))
-    law = enumerate_law(model, TEMPERATURE)
-    assert chi_square_excess(responses(truncated), law) > 20
-    for generation in truncated[:20]:
-        exact = token_logprobs(model, tuple(generation.token_ids), TEMPERATURE)
-        # The untruncated law is reported: the law that was sampled is larger by -log of the kept mass.
-        assert generation.logprobs == pytest.approx(exact, abs=1e-4)
+    requests = group(NUM_SAMPLES // 4)
+    for request in requests:
+        request.sampling = replace(request.sampling, **limits, with_supports=True)  # type: ignore[arg-type]
+    truncated = engine.generate(requests)
+    counts = responses(truncated)
+    law = truncated_law(model, limits)
+    assert set(counts) <= set(law)
+    assert chi_square_excess(counts, law) < 4
+    assert chi_square_excess(counts, enumerate_law(model, TEMPERATURE)) > 20, "the untruncated law would not be seen"
+    cut = 0
+    for request, generation in zip(requests, truncated, strict=True):
+        assert invalid_reason(request, generation, policy_version=0) is None
+        assert generation.logprobs is not None and generation.supports is not None
+        assert sum(generation.logprobs) == pytest.approx(law[tuple(generation.token_ids)], abs=1e-4)
+        cut += int((generation.supports.sizes < VOCAB_SIZE).sum())
+    assert cut > len(truncated), "hardly anything was cut"
+
+
+def test_without_supports_truncated_sampling_is_that_of_an_evaluation(engine: Engine, model: PreTrainedModel) -> None:
+    """SGLang returns supports only up to a top_k; an evaluation asks for none, and may set top_p alone."""
+    requests = group(NUM_SAMPLES // 4, top_p=0.8)
+    truncated = engine.generate(requests)
+    assert chi_square_excess(responses(truncated), truncated_law(model, {"top_p": 0.8})) < 4
+    assert all(generation.supports is None for generation in truncated)
+
+
+def truncated_law(model: PreTrainedModel, limits: dict[str, float]) -> Law:
+    """Every response that truncated sampling can draw -> its log-prob, by renormalising each step."""
+    whole: dict[str, float] = {"top_k": VOCAB_SIZE, "top_p": 1.0, "min_p": 0.0}
+    params = {name: torch.tensor([value]) for name, value in (whole | limits).items()}
+    found: Law = {}
+    begun: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    while begun:
+        response, logprob = begun.pop()
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([[*PROMPT, *response]]), use_cache=False).logits[0, -1]
+        probs = torch.softmax(logits.float() / TEMPERATURE, -1)
+        kept = kept_tokens(probs[None], **params)[0].nonzero().flatten().tolist()
+        mass = float(probs[kept].sum())
+        for token in kept:
+            longer = ((*response, token), logprob + math.log(float(probs[token]) / mass))
+            if token == EOS_TOKEN_ID or len(longer[0]) == MAX_TOKENS:
+                found[longer[0]] = longer[1]
+            else:
+                begun.append(longer)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from algorithms.config.rules import ConfigError
 from rollout.config import SGLangConfig
 from rollout.sglang.replies import ReplyError, body_of, generation_of
+from rollout.supports import supports_of
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams
 
 REQUEST = GenerateRequest(
@@ -39,6 +41,17 @@ def test_every_sample_has_a_seed_of_its_own_in_the_body() -> None:
     assert body["input_ids"] == [5, 6] and body["return_logprob"] is True
     assert body["sampling_params"]["sampling_seed"] == 9 and body["sampling_params"]["temperature"] == 0.5
     assert body["sampling_params"]["stop_token_ids"] == [1]
+
+
+def test_of_truncated_sampling_the_supports_and_the_log_probs_among_them_are_read() -> None:
+    request = replace(REQUEST, sampling=replace(REQUEST.sampling, top_k=3, top_p=0.9, with_supports=True))
+    assert body_of(request)["return_sampling_mask"] is True and "return_sampling_mask" not in body_of(REQUEST)
+    reply = reply_of([4, 5], output_token_sampling_mask=[[9, 4], [5]], output_token_sampling_logprobs=[-0.25, None])
+    generation = generation_of(request, reply, vocab_size=67, sent_version=2, newest_version=3)
+    assert generation.supports == supports_of([[9, 4], [5]])
+    assert generation.logprobs is not None and generation.logprobs[0] == -0.25 and math.isnan(generation.logprobs[1])
+    with pytest.raises(ReplyError, match="the reply has no output_token_sampling_logprobs"):
+        generation_of(request, reply_of([4]), vocab_size=67, sent_version=2, newest_version=3)
 
 
 def test_versions_come_from_the_spans_token_by_token() -> None:

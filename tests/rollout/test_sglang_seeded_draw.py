@@ -1,4 +1,4 @@
-"""Draws with one seed per sample: the law, the independence from the batch, truncation."""
+"""Draws with one seed per sample: the law, the independence from the batch, greedy rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.sglang.cpu.seeded_draw import draw, truncate, uniforms
+from algorithms.truncation import kept_tokens
+from rollout.sglang.cpu.seeded_draw import draw, uniforms
 
 
 def test_first_number_is_that_of_splitmix64() -> None:
@@ -80,22 +81,8 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
     assert together.tolist() == alone
 
 
-def test_truncate_keeps_the_tokens_worked_out_by_hand() -> None:
-    row = [0.1, 0.4, 0.2, 0.3]
-    probs = torch.tensor([row] * 4)
-    got = truncate(
-        probs,
-        top_k=torch.tensor([1 << 30, 2, 1 << 30, 1 << 30]),
-        top_p=torch.tensor([1.0, 1.0, 0.5, 1.0]),
-        min_p=torch.tensor([0.0, 0.0, 0.0, 0.6]),
-    )
-    # All; the two largest; 0.4 is below 0.5 of mass, so 0.3 still belongs to the nucleus; at least 0.6 * 0.4 = 0.24.
-    expected = torch.tensor([row, [0, 0.4, 0, 0.3], [0, 0.4, 0, 0.3], [0, 0.4, 0, 0.3]])
-    assert torch.equal(got, expected)
-
-
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=9).filter(lambda row: sum(row) > 1e-3), st.floats(0, 0.999999))
 def test_top_1_is_greedy_whatever_the_number(row: list[float], uniform: float) -> None:
     probs = torch.tensor([row])
-    kept = truncate(probs, top_k=torch.tensor([1]), top_p=torch.tensor([1.0]), min_p=torch.tensor([0.0]))
-    assert draw(kept, uniform=torch.tensor([uniform], dtype=torch.float64)).item() == row.index(max(row))
+    kept = kept_tokens(probs, top_k=torch.tensor([1]), top_p=torch.tensor([1.0]), min_p=torch.tensor([0.0]))
+    assert draw(probs * kept, uniform=torch.tensor([uniform], dtype=torch.float64)).item() == row.index(max(row))

@@ -45,7 +45,7 @@ PARTIAL = FixedCollectConfig(over_sampling=1.5, partial=True)
 
 
 def make(
-    sampler, collect, *, num_prompts=6, max_lag_steps=0, unfinished=UnfinishedGroups.drop, scorer=None, temperature=1.0
+    sampler, collect, *, num_prompts=6, max_lag_steps=0, unfinished=UnfinishedGroups.drop, scorer=None, **sampling
 ):
     prompts = PromptStream(make_prompts(), seed=0)
     if scorer is None:
@@ -55,7 +55,7 @@ def make(
         prompts=prompts,
         scorer=scorer or SCORER,
         collect=collect,
-        sampling=SamplingConfig(temperature=temperature, max_new_tokens=MAX_NEW_TOKENS),
+        sampling=SamplingConfig(max_new_tokens=MAX_NEW_TOKENS, **sampling),
         plan=CollectPlan(
             prompts_per_step=num_prompts,
             group_size=GROUP_SIZE,
@@ -174,10 +174,10 @@ def test_the_order_of_completion_prefers_short_answers_and_says_so(engine):  # n
     assert "rollout/length_bias" not in fair
 
 
-def resume_some(engine, *, steps=4):  # noqa: F811
+def resume_some(engine, *, steps=4, **sampling):  # noqa: F811
     """A few steps of partial rollouts; the weights are one version newer at each."""
     sampler = Shuffled(engine, min, tokens_at_abort=2)
-    collector, _ = partial(sampler)
+    collector, _ = partial(sampler, **sampling)
     collected = []
     for step in range(1, steps + 1):
         sampler.version = step - 1
@@ -215,6 +215,24 @@ def test_what_a_step_leaves_unfinished_goes_on_in_the_next(engine):  # noqa: F81
     mixed = [step.stats.metrics()["rollout/mixed_version_frac"] for step in collected]
     assert mixed[0] == 0 < max(mixed)
     assert max(step.stats.metrics()["rollout/lag_max"] for step in collected) == 1
+
+
+def test_what_is_resumed_keeps_the_supports_of_its_tokens(engine):  # noqa: F811
+    sampler, _, collected = resume_some(engine, top_p=0.8)
+    samples = {(s.prompt_id, s.sample_index): s for step in collected for g in step.groups for s in g.samples}
+    checked = 0
+    for request in sampler.asked.values():
+        sample = samples.get((request.prompt_id, request.sample_index))
+        if request.resumed is None or sample is None:
+            continue
+        begun = request.resumed.supports
+        assert begun.sizes.tolist() == sample.supports.sizes[sample.response_mask][: len(begun)].tolist()
+        assert begun.token_ids.tolist() == sample.supports.token_ids[: len(begun.token_ids)].tolist()
+        checked += 1
+    assert checked > 5
+    for step in collected:
+        sizes = [s.supports.sizes[s.response_mask].mean() for g in step.groups for s in g.samples]
+        assert min(sizes) < step.stats.metrics()["rollout/support_size_mean"] < max(sizes) < 67
 
 
 def test_partial_rollouts_lose_no_token(engine):  # noqa: F811
@@ -275,13 +293,14 @@ def test_an_engine_that_forgets_what_it_resumed_is_noticed(engine):  # noqa: F81
         collector.collect(2, 1)
 
 
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}], ids=["", "truncated"])
 @pytest.mark.parametrize("gives_up", [False, True], ids=["between steps", "in the rollout of the next step"])
-def test_a_checkpoint_keeps_what_is_left_over(engine, gives_up):  # noqa: F811
+def test_a_checkpoint_keeps_what_is_left_over(engine, gives_up, sampling):  # noqa: F811
     """Stopped after step 2 and gone on with: the same steps as without, but for what was under way in an engine."""
 
     def run(*, interrupted):
         sampler = Shuffled(engine, min)
-        collector, prompts = partial(sampler)
+        collector, prompts = partial(sampler, **sampling)
         collected = []
         for step in (1, 2, 3, 4):
             sampler.version = step - 1
@@ -293,7 +312,7 @@ def test_a_checkpoint_keeps_what_is_left_over(engine, gives_up):  # noqa: F811
                     collector.collect(3, 2)
                     sampler.abort(None)
                 kept = json.loads(json.dumps([snapshot(), stream]))
-                collector, prompts = partial(sampler)
+                collector, prompts = partial(sampler, **sampling)
                 prompts.load_state_dict(kept[1])
                 collector.load_state_dict(kept[0])
         return [step.groups for step in collected]
@@ -301,7 +320,7 @@ def test_a_checkpoint_keeps_what_is_left_over(engine, gives_up):  # noqa: F811
     assert run(interrupted=True) == run(interrupted=False)
 
 
-@pytest.mark.parametrize("change", [{"temperature": 0.7}, {"max_lag_steps": 0}])
+@pytest.mark.parametrize("change", [{"temperature": 0.7}, {"top_p": 0.8}, {"max_lag_steps": 0}])
 def test_leftovers_of_another_config_begin_again(engine, change):  # noqa: F811
     sampler = Shuffled(engine, min)
     collector, prompts = partial(sampler)

@@ -395,9 +395,9 @@ def test_the_read_back_finds_a_tensor_that_was_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"top_p": 0.9}, r"prompt 0/0: top_p=0\.9"),
-        ({"top_k": 20}, "top_k=20"),
-        ({"min_p": 0.1}, r"min_p=0\.1"),
+        ({"top_p": 0.0}, r"prompt 0/0: top_p=0\.0"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"min_p": 1.1}, r"min_p=1\.1"),
         ({"temperature": -1.0}, r"got -1\.0"),
         ({"max_new_tokens": 0}, "max_new_tokens >= 1, got 1.0 and 0"),
         ({"max_new_tokens": 512}, "exceed the engine's context of 512 tokens"),

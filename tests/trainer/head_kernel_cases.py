@@ -8,14 +8,20 @@ from itertools import product
 
 import torch
 
+from trainer.batch.train_batch import TokenSupports
 from trainer.scoring import logprob_head
 from trainer.scoring.logprob_head import HeadOptions, token_logprobs
 
 NUM_TOKENS, SIZE = 5, 8
 
 
-def largest_errors(dtype: torch.dtype, vocab: int, temperature: float, entropy_grad: bool) -> dict[str, float]:
-    """Name -> largest error of a value, or relative error of a gradient, against autograd in float64."""
+def largest_errors(
+    dtype: torch.dtype, vocab: int, temperature: float, entropy_grad: bool, *, is_cut: bool = False
+) -> dict[str, float]:
+    """Name -> largest error of a value, or relative error of a gradient, against autograd in float64.
+
+    With `is_cut` each token has a support of the last three ids: all blocks of logits before are cut whole.
+    """
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (
         torch.randn(shape, generator=generator).to(dtype) for shape in ((NUM_TOKENS, SIZE), (vocab, SIZE))
@@ -25,11 +31,16 @@ def largest_errors(dtype: torch.dtype, vocab: int, temperature: float, entropy_g
     up = torch.randn((2, NUM_TOKENS), generator=generator)
     leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
     options = HeadOptions(temperature=temperature, chunk_tokens=2, entropy_grad=entropy_grad)
-    found = token_logprobs(leaves[0], targets, leaves[1], None, options)
+    supports, kept = None, torch.ones(vocab, dtype=torch.bool)
+    if is_cut:
+        targets, kept[:-3] = targets % 3 + vocab - 3, False
+        sizes = torch.full((NUM_TOKENS,), 3, dtype=torch.int32)
+        supports = TokenSupports(sizes, torch.arange(vocab - 3, vocab, dtype=torch.int32).repeat(NUM_TOKENS))
+    found = token_logprobs(leaves[0], targets, leaves[1], None, options, supports)
     exact = [each.double().requires_grad_() for each in (hidden, weight)]
     logits = exact[0] @ exact[1].T
     logits = logits + (logits.to(dtype).double() - logits).detach()  # as the head's product rounds them
-    logprobs = torch.log_softmax(logits / temperature, -1)
+    logprobs = torch.log_softmax((logits / temperature).masked_fill(~kept, -1e9), -1)
     expected = [logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)]
     used = 2 if entropy_grad else 1
     grads, wanted = (
@@ -55,6 +66,7 @@ def main() -> None:
     ):
         case = f"{dtype} {vocab} {temperature} {entropy_grad}"
         tell(case, largest_errors(dtype, vocab, temperature, entropy_grad))
+        tell(f"{case} cut", largest_errors(dtype, vocab, temperature, entropy_grad, is_cut=True))
     weight = torch.ones(9, 2)
     weight[3, 0], weight[4, 1] = torch.nan, torch.inf
     options = HeadOptions(temperature=1.0, chunk_tokens=2)

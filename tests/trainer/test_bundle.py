@@ -42,13 +42,19 @@ def tensors(**changed: Any) -> dict[str, Any]:
     return {name: each for name, each in found.items() if each is not None}
 
 
+def supports(size: int) -> dict[str, Tensor]:
+    """Supports of `size` tokens each."""
+    ids = torch.arange(max(0, size) * TOKENS, dtype=torch.int32)
+    return {"support_sizes": torch.full((TOKENS,), size, dtype=torch.int32), "support_ids": ids}
+
+
 def deltas(made: dict[str, Tensor]) -> Tensor:
     return made["old_logprobs"].double() - made["rollout_logprobs"].double()
 
 
 def test_a_bundle_is_read_as_it_was_written(tmp_path: Path) -> None:
     metadata = {"producer": "my trainer", "step": "12", "temperature": "0.7"}
-    more = {"mask": torch.ones(TOKENS, dtype=torch.uint8), "versions": torch.full((TOKENS,), 3)}
+    more = {"mask": torch.ones(TOKENS, dtype=torch.uint8), "versions": torch.full((TOKENS,), 3), **supports(3)}
     written = Bundle(**tensors(**more), metadata=metadata)
     write_bundle(written, tmp_path / "b.safetensors")
     found = read_bundle(tmp_path / "b.safetensors")
@@ -149,6 +155,9 @@ def test_without_advantages_nothing_is_said_of_the_loss() -> None:
         ({"lengths": torch.tensor([11.0])}, {}, "lengths must be of type torch.int32 or one of its kind"),
         ({"lengths": torch.tensor([12, -1])}, {}, "lengths must be of one response at least, and none below 0"),
         ({"lengths": torch.tensor([], dtype=torch.int32)}, {}, "lengths must be of one response at least"),
+        ({"support_sizes": torch.ones(TOKENS).int()}, {}, "support_sizes and support_ids belong together"),
+        ({**supports(2), "support_ids": torch.ones(9).int()}, {}, "support_ids has 9 entries, the sum of support_si"),
+        (supports(-1), {}, "support_sizes must be at least 0"),
         ({}, {"step": "twelve"}, "step in the metadata must be a number, not 'twelve'"),
         ({}, {"format": "parity-bundle-9"}, f"is no bundle: its metadata have no format={FORMAT}"),
     ],

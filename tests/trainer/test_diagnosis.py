@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from algorithms.truncation import kept_tokens
 from rollout.config import DType
 from trainer.cli.commands import run
 from trainer.diagnose import tensors
@@ -249,6 +250,37 @@ def test_a_trainer_in_16_bits_is_no_fault_of_the_engine(tmp_path: Path) -> None:
     assert not explained(path, bundle, Settings(temperature=1.0, trainer_dtype=DType.bfloat16)).faults
     undeclared = explained(path, bundle)
     assert [part.name for part in undeclared.faults] == ["arithmetic"]
+
+
+def test_truncation_is_a_fault_only_of_a_trainer_that_does_not_know_the_kept_tokens(tmp_path: Path) -> None:
+    """The engine draws from, and reports, what top-p keeps; the trainer scores the same, or the whole vocabulary."""
+    path = save_model(tmp_path / "model")
+    bundle, scorer = with_tokens(path)
+    [engine] = scorer.score([Scoring(top_p=0.6)])
+    whole = Bundle(**(dict(bundle.tensors()) | {"rollout_logprobs": engine}), metadata=bundle.metadata)
+    assert [part.name for part in explained(path, whole).faults] == ["truncation"]
+    model = Qwen2ForCausalLM.from_pretrained(path)
+    kept = []
+    for prompt, response in zip(scorer.evidence.prompts, scorer.evidence.responses, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        limits = {"top_k": torch.tensor([64]), "top_p": torch.tensor([0.6]), "min_p": torch.tensor([0.0])}
+        rows = kept_tokens(logits.softmax(-1), **{name: each.expand(len(logits)) for name, each in limits.items()})
+        kept.append(rows.scatter(1, response[:, None], True))  # these tokens were drawn at random
+    mask = torch.cat(kept)
+    known = {"support_sizes": mask.sum(-1), "support_ids": mask.nonzero()[:, 1]}
+    evidence = evidence_of(Bundle(**(dict(bundle.tensors()) | known)), max_tokens=1000)
+    among = Scorer([path], evidence).score([Scoring()])[0]
+    sides = {"old_logprobs": among, "rollout_logprobs": among + 1e-7, **known}
+    found = explained(path, Bundle(**(dict(bundle.tensors()) | sides), metadata=bundle.metadata))
+    assert not found.faults and found.k3 < 1e-12
+    assert not torch.allclose(among, bundle.old_logprobs.double(), atol=0.1)
+    parts = evidence.of_responses([2, 0], most=5)
+    assert parts.supports is not None and parts.supports.sizes.tolist() == [
+        *mask[21:26].sum(-1).tolist(), *mask[:5].sum(-1).tolist()
+    ]  # fmt: skip
+    found_parts = Scorer([path], parts).score([Scoring()])[0]
+    assert torch.allclose(found_parts, among[[*range(21, 26), *range(5)]], atol=1e-5)
 
 
 def test_prompts_of_one_token_are_read(tmp_path: Path) -> None:

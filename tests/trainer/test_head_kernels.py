@@ -25,7 +25,7 @@ def rows() -> dict[str, dict[str, float]]:
 
 
 def test_values_and_gradients_are_those_of_plain_torch(rows: dict[str, dict[str, float]]) -> None:
-    assert len(rows) == 25
+    assert len(rows) == 49
     for case, errors in rows.items():
         if case == "bad":
             continue

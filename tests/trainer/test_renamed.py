@@ -83,7 +83,7 @@ TRL_WORDS = {
     "max_completion_length": "sampling.max_new_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
     "temperature": "sampling.temperature",
-    "top_p": "truncated sampling",
+    "top_p": "sampling.top_p",
     "beta": "reference.coef",
     "epsilon": "loss.clip_low",
     "epsilon_high": "loss.clip_high",

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.supports import joined, no_supports
 from rollout.types import Sample, SampleGroup
 from trainer.batch.planner import DEFAULT_COST, SequenceCost
 from trainer.batch.prompt_groups import PromptGroup, plan_groups
@@ -27,6 +28,7 @@ from trainer.batch.train_batch import (
     PackingStats,
     RankMiniBatch,
     StepSamples,
+    TokenSupports,
     TrainBatch,
 )
 
@@ -54,6 +56,7 @@ def micro_batch(
         sample_keys=[(sample.prompt_id, sample.sample_index) for sample in samples],
         sample_numbers=torch.tensor(list(range(len(samples)) if numbers is None else numbers) or [0]),
         token_lags=None if policy_version is None else _token_lags(samples, policy_version),
+        supports=_supports(samples),
     )
 
 
@@ -85,7 +88,23 @@ def chosen_sequences(micro: MicroBatch, chosen: Sequence[int]) -> MicroBatch:
         rollout_logprobs=micro.rollout_logprobs[places],
         sample_keys=[micro.sample_keys[i] for i in chosen],
         sample_numbers=micro.sample_numbers[list(chosen)],
+        supports=None if micro.supports is None else micro.supports.taken(_response_numbers(micro)[places[mask]]),
     )
+
+
+def _response_numbers(micro: MicroBatch) -> Tensor:
+    """[T] int64, the number of each response token among the response tokens."""
+    return micro.response_mask.cumsum(0) - 1
+
+
+def _supports(samples: Sequence[Sample]) -> TokenSupports | None:
+    """Supports [R] of the response tokens; None if all of them were drawn from the whole vocabulary."""
+    if all(sample.supports is None for sample in samples):
+        return None
+    parts = [no_supports(len(sample.token_ids)) if sample.supports is None else sample.supports for sample in samples]
+    mask = np.concatenate([sample.response_mask for sample in samples])
+    whole = joined(parts)
+    return TokenSupports(torch.from_numpy(whole.sizes[mask]), torch.from_numpy(whole.token_ids))
 
 
 def prompt_runs(samples: Sequence[Sample]) -> list[tuple[int, int]]:

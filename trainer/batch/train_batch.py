@@ -57,6 +57,26 @@ class DecoderInputs(NamedTuple):
         )
 
 
+class TokenSupports(NamedTuple):
+    """The supports of R tokens (`algorithms/truncation.py`), end to end. K: kept tokens of all of them."""
+
+    sizes: Tensor
+    """[R] int32, number of kept tokens; 0 for the whole vocabulary."""
+    token_ids: Tensor
+    """[K] int32, ids of the kept tokens, K = sum of sizes."""
+
+    def to(self, device: torch.device) -> TokenSupports:
+        return TokenSupports(self.sizes.to(device), self.token_ids.to(device))
+
+    def taken(self, places: Tensor) -> TokenSupports:
+        """The supports of the tokens at `places` [P]."""
+        starts = self.sizes.cumsum(0) - self.sizes
+        sizes = self.sizes[places]
+        shift = starts[places] - (sizes.cumsum(0) - sizes)
+        index = torch.arange(int(sizes.sum()), device=sizes.device) + shift.repeat_interleave(sizes)
+        return TokenSupports(sizes, self.token_ids[index])
+
+
 @dataclass(kw_only=True, slots=True)
 class MicroBatch:
     """One forward of concatenated sequences. Index t of every [T] tensor describes token t."""
@@ -77,6 +97,8 @@ class MicroBatch:
     """[N] (prompt_id, sample_index) of each sequence; empty if the micro-batch holds no sample."""
     sample_numbers: Tensor
     """[N] int64, position of each sequence in `StepSamples`; 0 where the micro-batch holds no sample."""
+    supports: TokenSupports | None = None
+    """What truncated sampling kept beside each response token; None if all come from the whole vocabulary."""
     advantages: Tensor | None = None
     """[T] float32, 0 off the mask, set by the worker before the first update (`trainer/policy/advantages.py`)."""
     token_lags: Tensor | None = None
@@ -98,8 +120,7 @@ class MicroBatch:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as arrays, which Ray passes on without a copy; torch would write each tensor to a file first."""
         values = [getattr(self, each.name) for each in fields(self)]
-        inputs = [_as_array(value) for value in self.inputs]
-        return _received, ([inputs if value is self.inputs else _as_array(value) for value in values],)
+        return _received, ([_as_array(value) for value in values],)
 
     @property
     def num_tokens(self) -> int:
@@ -117,7 +138,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with every tensor on `device`."""
-        return replace(self, inputs=self.inputs.to(device), **_tensors_on(device, self))
+        supports = None if self.supports is None else self.supports.to(device)
+        return replace(self, inputs=self.inputs.to(device), supports=supports, **_tensors_on(device, self))
 
 
 def present(tensor: Tensor | None, name: str) -> Tensor:
@@ -134,19 +156,22 @@ def _tensors_on(device: torch.device, record: MicroBatch | StepSamples) -> dict[
 
 
 def _as_array(value: Any) -> Any:
-    """A tensor as an array; anything else as it is."""
+    """A tensor as an array, the fields of a record one by one; anything else as it is."""
+    if isinstance(value, DecoderInputs | TokenSupports):
+        return type(value)(*(_as_array(each) for each in value))
     return value.cpu().numpy() if isinstance(value, Tensor) else value
 
 
 def _as_tensor(value: Any) -> Any:
-    """A copy of an array as a tensor, because Ray's arrays are read-only; anything else as it is."""
+    """A copy of an array as a tensor, because Ray's arrays are read-only, as `_as_array`; anything else as it is."""
+    if isinstance(value, DecoderInputs | TokenSupports):
+        return type(value)(*(_as_tensor(each) for each in value))
     return torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value
 
 
 def _received(values: Sequence[Any]) -> MicroBatch:
     """A micro-batch from the values of `MicroBatch.__reduce__`."""
     known = {each.name: _as_tensor(value) for each, value in zip(fields(MicroBatch), values, strict=True)}
-    known["inputs"] = DecoderInputs(*(_as_tensor(value) for value in known["inputs"]))
     return MicroBatch(**known)
 
 

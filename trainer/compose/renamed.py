@@ -7,7 +7,6 @@ from typing import Final
 from algorithms.config.advantage import Estimator
 
 _NAMES: Final[dict[str, str]] = {
-    "off: truncated sampling makes the engine's log-prob wrong by the log of the kept mass": "others top_p top_k min_p",
     "advantage.estimator": "verl adv_estimator; slime advantage_estimator",
     "advantage.estimator=grpo (true) or dr_grpo (false)": "verl norm_adv_by_std_in_grpo; TRL scale_rewards",
     "advantage.gae_lambda": "verl lam; others lambd",

@@ -12,6 +12,7 @@ from enum import Enum
 
 from algorithms.config import Checked, Problem
 from algorithms.config.rules import above, at_least, one_of, ruled
+from rollout.config import MIN_P, TOP_K, TOP_P
 from rollout.task_config import source_problem
 
 CHECKPOINTS = "checkpoints"
@@ -44,6 +45,12 @@ class EvalConfig(Checked):
     """Temperature of the sampled responses, divisor of the logits; null means sampling.temperature."""
     max_new_tokens: int | None = ruled(None, at_least(1))
     """Upper bound on the tokens of a response; null means sampling.max_new_tokens."""
+    top_p: float | None = ruled(None, TOP_P)
+    """Mass of the most probable tokens from which is drawn; null means sampling.top_p. DAPO evaluates at 0.7."""
+    top_k: int | None = ruled(None, TOP_K)
+    """Number of the most probable tokens from which is drawn, -1 for all; null means sampling.top_k."""
+    min_p: float | None = ruled(None, MIN_P)
+    """Smallest probability of a token that is drawn, as a share of the largest one; null means sampling.min_p."""
     sets: dict[str, str] = field(default_factory=dict)
     """Further evaluation sets besides the held-out set: name -> file or repo[:config]@split, read as data.eval_path
     is."""
@@ -93,8 +100,8 @@ class DumpConfig(Checked):
     every: int = ruled(0, at_least(0), remedy="0 never writes one.")
     """Number of rollout steps between dumps of a batch; 0 writes no dump."""
     keep: int = ruled(4, at_least(1), remedy="dump.every=0 writes none.")
-    """Number of newest dumps kept on disk; a dump takes 21 to 41 bytes per response token and 5 bytes per prompt
-    token."""
+    """Number of newest dumps kept on disk; a dump takes 21 to 41 bytes per response token, 5 bytes per prompt token
+    and, with truncated sampling, 4 bytes per kept token."""
 
     def is_due(self, step: int) -> bool:
         """True if the batch of rollout step `step` (1-based) is dumped."""

@@ -218,6 +218,18 @@ def exact_problems(config: TrainConfig) -> Iterator[Problem]:
             yield config.broken(key, f"must be false with rollout.exact=true: {reason}")
 
 
+SGLANG_SUPPORT = 4096
+"""Largest support that SGLang returns of a token: the default of its --sampling-mask-max-tokens."""
+
+
+def truncation_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield the truncation of which the engine could not return the kept tokens."""
+    needs_limit = config.sampling.is_truncated and isinstance(config.rollout, SGLangConfig)
+    if needs_limit and not 2 <= config.sampling.top_k <= SGLANG_SUPPORT:
+        rule = f"must be 2 to {SGLANG_SUPPORT} with sampling.top_p or min_p and rollout=sglang, which returns no more"
+        yield config.broken("sampling.top_k", rule, f"Set sampling.top_k={SGLANG_SUPPORT}, or use rollout=torch.")
+
+
 LEAST_LORA_RATE = 1e-5
 """Learning rate below which an adapter hardly moves: verl's guide to LoRA advises ten times that of all weights."""
 _IDLE: tuple[tuple[str, tuple[str, ...], Callable[[TrainConfig], bool], str], ...] = (

@@ -7,7 +7,7 @@ Imports no torch, no Ray and no SGLang, so that the command line builds and chec
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from algorithms.config import (
     NOT_SET,
@@ -52,6 +52,7 @@ from trainer.config.rules import (
     idle_notes,
     reference_problems,
     sharing_problems,
+    truncation_problems,
 )
 from trainer.config.schedule import (
     BoundedScheduleConfig,
@@ -121,12 +122,8 @@ class TrainConfig(Checked):
     @property
     def eval_sampling(self) -> SamplingConfig:
         """Sampling parameters of an evaluation."""
-        temperature, tokens = self.eval.temperature, self.eval.max_new_tokens
-        return replace(
-            self.sampling,
-            temperature=self.sampling.temperature if temperature is None else temperature,
-            max_new_tokens=self.sampling.max_new_tokens if tokens is None else tokens,
-        )
+        given = {spec.name: getattr(self.eval, spec.name) for spec in fields(self.sampling)}
+        return replace(self.sampling, **{name: value for name, value in given.items() if value is not None})
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for every setting that is allowed and probably not intended."""
@@ -226,6 +223,7 @@ class TrainConfig(Checked):
             yield self.broken("policy.num_workers", f"must be <= {samples}")
         yield from adapter_problems(self)
         yield from exact_problems(self)
+        yield from truncation_problems(self)
         yield from sharing_problems(self)
         yield from schedule_problems(self)
         if (self.loss.aggregation is Aggregation.fixed_length) and (self.loss.fixed_length_tokens or 0) < (

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from algorithms.kl import k3
+from trainer.batch.train_batch import TokenSupports
 from trainer.replay.bundle import Bundle, BundleError
 
 
@@ -34,6 +35,8 @@ class Evidence:
     """[R] bool: sampled by the model, and with a finite log-prob on both sides."""
     lags: Tensor | None
     """[R] int64: optimizer steps since the weights that sampled the token; None where nobody wrote it down."""
+    supports: TokenSupports | None = None
+    """[R]: what truncated sampling kept beside each token; None if nothing was truncated, or nobody wrote it down."""
     num_tokens: int
     """Sampled tokens of the whole bundle."""
     k3: float
@@ -60,6 +63,7 @@ class Evidence:
             trainer=of(self.trainer),
             mask=of(self.mask),
             lags=None if self.lags is None else of(self.lags),
+            supports=None if self.supports is None else self.supports.taken(of(torch.arange(len(self.engine)))),
         )
 
 
@@ -87,6 +91,9 @@ def evidence_of(bundle: Bundle, *, max_tokens: int) -> Evidence:
     if bundle.token_ids is not None and bundle.prompt_ids is not None and bundle.prompt_lengths is not None:
         prompts = list(bundle.prompt_ids.to(torch.int64).split(bundle.prompt_lengths.tolist()))
         responses = list(bundle.token_ids.to(torch.int64).split(lengths.tolist()))
+    supports = None
+    if bundle.support_sizes is not None and bundle.support_ids is not None:
+        supports = TokenSupports(bundle.support_sizes, bundle.support_ids)
     whole = Evidence(
         prompts=prompts or [torch.empty(0, dtype=torch.int64)] * len(lengths),
         responses=responses or [torch.empty(0, dtype=torch.int64)] * len(lengths),
@@ -95,6 +102,7 @@ def evidence_of(bundle: Bundle, *, max_tokens: int) -> Evidence:
         trainer=trainer,
         mask=mask,
         lags=bundle.lags(),
+        supports=supports,
         num_tokens=int(mask.sum()),
         k3=k3_between(engine, trainer, mask),
     )

@@ -25,6 +25,7 @@ from rollout.weights.quantization import on_grid
 from trainer.diagnose.evidence import Evidence
 from trainer.diagnose.scoring import Body, EditKind, Prompt, Scoring, TensorEdit
 from trainer.policy.model import load_causal_lm
+from trainer.scoring.logprob_head import cut_outside
 
 BATCH_TOKENS = 2048
 """Padded tokens that are read at a time."""
@@ -90,7 +91,7 @@ class Scorer:
             self._hold(model, body)  # the hidden states may be kept ones, and the head is computed now
             for head in dict.fromkeys(scorings[number].head for number in of_body):
                 numbers = [number for number in of_body if scorings[number].head is head]
-                for rows, logits in _logits(model, hidden, head, body):
+                for rows, logits in self._logits(model, hidden, head, body):
                     targets = self._targets[rows]
                     for number, logprobs in zip(
                         numbers, _logprobs(logits, targets, [scorings[each] for each in numbers]), strict=True
@@ -108,9 +109,32 @@ class Scorer:
         for each in parameters.values():
             each.requires_grad_(True)
         self._hold(model, scoring.body)
-        logits = model.get_output_embeddings()(self._all_states(model, scoring.body)) / scoring.temperature  # type: ignore[misc]
-        logprobs = torch.log_softmax(logits.float(), -1).gather(-1, self._targets[:, None])[:, 0]
+        logits = model.get_output_embeddings()(self._all_states(model, scoring.body)).float()  # type: ignore[misc]
+        self._cut(logits, torch.arange(len(logits), device=self._device))
+        logprobs = torch.log_softmax(logits / scoring.temperature, -1).gather(-1, self._targets[:, None])[:, 0]
         return logprobs, parameters
+
+    @torch.inference_mode()
+    def _logits(
+        self, model: PreTrainedModel, hidden: Tensor, head: DType, body: Body
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows, their logits [rows, V] float32), some rows at a time."""
+        layer: Any = model.get_output_embeddings()
+        dtype = DTYPES[head.name]
+        weight = layer.weight.to(dtype)
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        size = max(1, CHUNK_ELEMENTS // len(weight))
+        for begin in range(0, len(hidden), size):
+            rows = slice(begin, min(begin + size, len(hidden)))
+            with _library(body):
+                logits = torch.nn.functional.linear(hidden[rows].to(dtype), weight, bias).float()
+            self._cut(logits, torch.arange(rows.start, rows.stop, device=self._device))
+            yield rows, logits
+
+    def _cut(self, logits: Tensor, places: Tensor) -> None:
+        """Keep the logits [M, V] of the tokens at `places` [M] within their supports, in place."""
+        if self.evidence.supports is not None:
+            cut_outside(logits, self.evidence.supports.to(self._device).taken(places))
 
     def can_read(self, prompt: Prompt) -> bool:
         """True if every prompt has a token left, and the model has the token that comes before it."""
@@ -313,21 +337,6 @@ def _batches(lengths: Sequence[int], *, alone: bool) -> Iterator[list[int]]:
             batch = []
         batch.append(place)
     yield batch
-
-
-@torch.inference_mode()
-def _logits(model: PreTrainedModel, hidden: Tensor, head: DType, body: Body) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (rows, their logits [rows, V] float32), some rows at a time."""
-    layer: Any = model.get_output_embeddings()
-    dtype = DTYPES[head.name]
-    weight = layer.weight.to(dtype)
-    bias = None if layer.bias is None else layer.bias.to(dtype)
-    size = max(1, CHUNK_ELEMENTS // len(weight))
-    for begin in range(0, len(hidden), size):
-        rows = slice(begin, min(begin + size, len(hidden)))
-        with _library(body):
-            logits = torch.nn.functional.linear(hidden[rows].to(dtype), weight, bias).float()
-        yield rows, logits
 
 
 def _logprobs(logits: Tensor, targets: Tensor, scorings: Sequence[Scoring]) -> Iterator[Tensor]:

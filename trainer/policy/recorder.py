@@ -4,6 +4,8 @@
                                               rollout, `OF_BATCH`, token_ids [T] int32, cu_seqlens [N+1] int32,
                                               response_mask [T] bool, sample_keys [N, 2] int64 of (prompt_id,
                                               sample_index), sample_numbers [N] int64
+    <optimizer step>/<micro-batch>/support_*  support_sizes [R] int32 and support_ids [K] int32 of TokenSupports, in the
+                                              first pass over a rollout of truncated sampling
     samples/<name>                            StepSamples, in the file of rank 0
 
 Micro-batches keep their boundaries and their order, so sums over the micro-batches, made again, are the same to the
@@ -77,6 +79,8 @@ class StepRecorder:
                 "sample_keys": torch.tensor(micro.sample_keys, dtype=torch.int64).reshape(len(micro.sample_keys), 2),
                 "sample_numbers": micro.sample_numbers,
             }
+        if not again and micro.supports is not None:
+            tensors |= {"support_sizes": micro.supports.sizes, "support_ids": micro.supports.token_ids}
         # A tensor that shares its memory with another one is refused by safetensors, so each is a copy.
         self._tensors |= {
             f"{len(self._steps) - 1}/{position}/{name}": value.cpu().clone(memory_format=torch.contiguous_format)

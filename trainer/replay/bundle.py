@@ -15,11 +15,14 @@ All other tensors are optional:
     groups            [N] int64      equal for the responses to one prompt
     prompt_lengths    [N] int32      tokens of the prompt of each response
     prompt_ids        [P] int32      ids of the prompts, one after the other: with token_ids, `parity diagnose` can read
+    support_sizes     [R] int32      number of tokens from which truncated sampling drew; 0 for the whole vocabulary
+    support_ids       [K] int32      their ids, one token after the other: both log-probs are then those among them
 
 The metadata of the file are texts: `format` (FORMAT), `producer`, and where known `step`, `version` (optimizer steps of
 the weights at the start of the step), `temperature`, `trainer_dtype`, `rollout_dtype` and `quantization`. R: response
-tokens of all responses, one after the other; N: responses; P: tokens of all prompts. A response token takes 8 bytes,
-and 29 with everything. Nothing in the file is executed. docs/bundle.md shows how to write one in another trainer.
+tokens of all responses, one after the other; N: responses; P: tokens of all prompts; K: sum of support_sizes. A
+response token takes 8 bytes, and 29 with everything but supports. Nothing in the file is executed. docs/bundle.md shows
+how to write one in another trainer.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ REQUIRED = ("lengths", "rollout_logprobs", "old_logprobs")
 OF_TOKENS = {
     "rollout_logprobs": torch.float32, "old_logprobs": torch.float32, "mask": torch.uint8,
     "advantages": torch.float32, "logprobs": torch.float32, "versions": torch.int32, "token_ids": torch.int32,
+    "support_sizes": torch.int32,
 }  # fmt: skip
 """Tensor [R] -> the type in which it is written; another one of the same kind is read too."""
 OF_RESPONSES = {
@@ -47,7 +51,9 @@ OF_RESPONSES = {
 """Tensor [N] -> the type in which it is written."""
 OF_PROMPTS = {"prompt_ids": torch.int32}
 """Tensor [P] -> the type in which it is written."""
-KINDS = OF_TOKENS | OF_RESPONSES | OF_PROMPTS
+OF_SUPPORTS = {"support_ids": torch.int32}
+"""Tensor [K] -> the type in which it is written."""
+KINDS = OF_TOKENS | OF_RESPONSES | OF_PROMPTS | OF_SUPPORTS
 NUMBERS = ("step", "version", "temperature")
 """Metadata that are numbers."""
 
@@ -72,6 +78,8 @@ class Bundle:
     groups: Tensor | None = None
     prompt_lengths: Tensor | None = None
     prompt_ids: Tensor | None = None
+    support_sizes: Tensor | None = None
+    support_ids: Tensor | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Texts of the file, without `format`."""
 
@@ -152,6 +160,13 @@ def _problems(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Ite
         yield "prompt_lengths must be at least 1"
     elif of_prompts is not None:
         sizes.append((OF_PROMPTS, int(of_prompts.sum(dtype=torch.int64)), "sum of prompt_lengths"))
+    of_supports = tensors.get("support_sizes")
+    if (of_supports is None) != ("support_ids" not in tensors):
+        yield "support_sizes and support_ids belong together: one of them is missing"
+    elif of_supports is not None and len(of_supports) and int(of_supports.min()) < 0:
+        yield "support_sizes must be at least 0"
+    elif of_supports is not None:
+        sizes.append((OF_SUPPORTS, int(of_supports.sum(dtype=torch.int64)), "sum of support_sizes"))
     for names, wanted, of in sizes:
         for name in names:
             if name in tensors and tensors[name].dim() == 1 and len(tensors[name]) != wanted:

@@ -79,6 +79,11 @@ def bundle_of(step: RecordedStep, description: DumpDescription, config: TrainCon
         }
         prompts, responses = _spans(micro)
         places = torch.cat([torch.arange(begin, end) for begin, end in responses])
+        if micro.supports is not None:
+            sizes = torch.zeros(micro.num_tokens, dtype=torch.int32)
+            sizes[micro.response_index] = micro.supports.sizes
+            wide["support_sizes"] = sizes
+            parts["support_ids"].append(micro.supports.token_ids)
         for name, value in wide.items():
             if value is not None:
                 parts[name].append(value[places])

@@ -171,6 +171,9 @@ def _conditions(config: TrainConfig, task: Task, infos: list[EngineInfo]) -> dic
         "sampling": {
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_new_tokens,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
             "samples": config.eval.samples,
             "stop_token_ids": list(task.stop_token_ids),
         },

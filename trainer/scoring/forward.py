@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
-from trainer.batch.train_batch import MicroBatch, TokenScores
+from trainer.batch.train_batch import MicroBatch, TokenScores, TokenSupports
 from trainer.scoring.attention import Segments
-from trainer.scoring.logprob_head import HeadOptions, token_logprobs
+from trainer.scoring.logprob_head import HeadOptions, cut_outside, token_logprobs
 
 FLOOR_ELEMENTS = 2**24
 """Logits (tokens x vocabulary) on which the head's rounding is measured: 128 MiB in float64."""
@@ -36,7 +36,13 @@ def states_before(decoder: nn.Module, micro: MicroBatch) -> Tensor:
 
 
 def head_floor(
-    hidden: Tensor, targets: Tensor, head: nn.Linear, *, engine_dtype: torch.dtype, temperature: float
+    hidden: Tensor,
+    targets: Tensor,
+    head: nn.Linear,
+    *,
+    engine_dtype: torch.dtype,
+    temperature: float,
+    supports: TokenSupports | None = None,
 ) -> Tensor:
     """Log-prob error that the engine's head arithmetic alone causes: [F] float64.
 
@@ -54,6 +60,8 @@ def head_floor(
         exact = exact + bias.double()
     deltas = []
     for logits in (rounded.float(), exact):
+        if supports is not None:
+            cut_outside(logits, supports.taken(torch.arange(len(logits), device=logits.device)))
         logprobs = torch.log_softmax(logits / temperature, dim=-1)
         deltas.append(logprobs.gather(-1, targets[:, None]).squeeze(-1).double())
     return deltas[0] - deltas[1]
@@ -97,14 +105,21 @@ class ScoringModel(nn.Module):
             float32=self.fp32_head,
             exact=self.exact,
         )
-        logprobs, entropy = token_logprobs(hidden, targets, head.weight, head.bias, options)
+        logprobs, entropy = token_logprobs(hidden, targets, head.weight, head.bias, options, micro.supports)
         zeros = torch.zeros(micro.token_ids.shape, dtype=torch.float32, device=hidden.device)
         # The sum of nothing keeps an empty micro-batch attached to the graph: backward runs on every rank.
         anchor = zeros + hidden.sum().float() * 0
         floor = None
         if engine_dtype is not None:
             with torch.no_grad():
-                floor = head_floor(hidden, targets, head, engine_dtype=engine_dtype, temperature=temperature)
+                floor = head_floor(
+                    hidden,
+                    targets,
+                    head,
+                    engine_dtype=engine_dtype,
+                    temperature=temperature,
+                    supports=micro.supports,
+                )
         return TokenScores(
             logprobs=anchor.index_put((micro.response_index,), logprobs),
             entropy=zeros.index_put((micro.response_index,), entropy),

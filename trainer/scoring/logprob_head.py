@@ -7,6 +7,9 @@ With z = (W h + b) / T for a hidden state h, token y, p = softmax(z) and m = max
     d log p(y) / d z_j = [j = y] - p_j
     d H / d z_j = -p_j (log p_j + H)
 
+Truncated sampling draws from the support S of a token, so z_j is replaced with CUT_LOGIT outside S: p_j is then 0, and
+all formulas hold over S (`algorithms/truncation.py`).
+
 The logits of `chunk_tokens` tokens exist at a time, in one buffer of the head's dtype. The softmax runs in float32
 on blocks of rows of that buffer that stay in the cache, so it needs no second buffer of that size. The backward
 pass needs m, S and H only: it computes the logits of a chunk once more, replaces them block by block with their
@@ -19,6 +22,7 @@ On a GPU the kernels of `trainer/scoring/head_kernels.py` take the softmax of a 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,8 +31,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from algorithms.truncation import CUT_LOGIT
 from rollout.exact.layers import row_sums
 from rollout.exact.products import product
+from trainer.batch.train_batch import TokenSupports
 
 CPU_BLOCK_ELEMENTS = 2**19
 """Logits per block of the softmax on a CPU: 2 MiB in float32, about what a core's cache holds."""
@@ -55,9 +61,16 @@ class HeadOptions:
 
 
 def token_logprobs(
-    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions
+    hidden: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: HeadOptions,
+    supports: TokenSupports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of every token: ([N], [N]) float32, nats (float64 for float64 inputs).
+
+    With `supports` [N] both are those of a softmax over the support of each token, and p_j = 0 outside.
 
     Args:
         hidden: [N, H] hidden states from which the targets are predicted, any float dtype.
@@ -67,9 +80,9 @@ def token_logprobs(
 
     The gradient of the weight is summed over chunks in float32 and rounded once. On a CPU the product of a chunk of
     16-bit tensors is rounded before that. Differentiable once.
-    Nothing is read on the host; N = 0 gives empty outputs and zero gradients.
+    Nothing is read on the host, but for the sizes of supports; N = 0 gives empty outputs and zero gradients.
     """
-    logprobs, entropy = _TokenLogprobs.apply(hidden, targets, weight, bias, options)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, targets, weight, bias, options, supports)
     return logprobs, entropy
 
 
@@ -88,10 +101,36 @@ def _slices(num_rows: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
+def cut_outside(logits: Tensor, supports: TokenSupports) -> None:
+    """Replace the logits [C, V] outside the support of each row with CUT_LOGIT; a support of size 0 keeps its row."""
+    sizes, token_ids = supports
+    rows = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes, output_size=len(token_ids))
+    kept = (rows, token_ids.long())
+    values = logits[kept]
+    logits.masked_fill_((sizes > 0)[:, None], CUT_LOGIT)
+    logits[kept] = values
+
+
+def _by_chunk(supports: TokenSupports, chunks: Sequence[slice]) -> dict[int, TokenSupports]:
+    """First row of each chunk -> the supports of its rows. Reads one number per chunk on the host."""
+    ends = supports.sizes.cumsum(0)[[chunk.stop - 1 for chunk in chunks]].tolist()
+    return {
+        chunk.start: TokenSupports(supports.sizes[chunk], supports.token_ids[begin:end])
+        for chunk, begin, end in zip(chunks, [0, *ends], ends, strict=False)
+    }
+
+
 class _Head:
     """The head's product in one dtype, chunk by chunk into one buffer."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: HeadOptions,
+        supports: TokenSupports | None,
+    ) -> None:
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         self.dtype = self.wide if options.float32 else hidden.dtype
         self.weight = weight.to(self.dtype)
@@ -99,6 +138,7 @@ class _Head:
         self._bias = None if bias is None else bias.to(self.dtype)
         self.chunks = _slices(hidden.shape[0], options.chunk_tokens)
         """The rows of each chunk."""
+        self._supports = {} if supports is None else _by_chunk(supports, self.chunks)
         vocab, num_rows = weight.shape[0], min(options.chunk_tokens, hidden.shape[0])
         self._shape = (num_rows, vocab)
         self._temperature = options.temperature
@@ -117,15 +157,19 @@ class _Head:
         return self._hidden[chunk].to(self.dtype)
 
     def logits(self, chunk: slice) -> Tensor:
-        """[C, V] before the temperature, in the buffer."""
+        """[C, V] before the temperature, CUT_LOGIT outside the supports, in the buffer."""
         if self.buffer is None:
             self.buffer = self._hidden.new_empty(self._shape, dtype=self.dtype)
         out = self.buffer[: chunk.stop - chunk.start]
         if self._is_exact:
-            return product(self.hidden(chunk), self.weight, self._bias, out=out)
-        if self._bias is None:
-            return torch.mm(self.hidden(chunk), self.weight.T, out=out)
-        return torch.addmm(self._bias, self.hidden(chunk), self.weight.T, out=out)
+            product(self.hidden(chunk), self.weight, self._bias, out=out)
+        elif self._bias is None:
+            torch.mm(self.hidden(chunk), self.weight.T, out=out)
+        else:
+            torch.addmm(self._bias, self.hidden(chunk), self.weight.T, out=out)
+        if self._supports:
+            cut_outside(out, self._supports[chunk.start])
+        return out
 
     def score(self, logits: Tensor, targets: Tensor, statistics: Tensor) -> Tensor:
         """Fill the `statistics` [3, C, 1] of a chunk's logits [C, V]; return the log-probs [C, 1] of targets [C, 1]."""
@@ -232,9 +276,15 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: HeadOptions,
+        supports: TokenSupports | None,
     ) -> tuple[Tensor, Tensor]:
-        head = _Head(hidden, weight, bias, options)
+        head = _Head(hidden, weight, bias, options, supports)
         statistics = hidden.new_empty((3, hidden.shape[0], 1), dtype=head.wide)  # m, S, H
         logprobs = torch.empty_like(statistics[0])
         for chunk in head.chunks:
@@ -244,20 +294,20 @@ class _TokenLogprobs(torch.autograd.Function):
             ctx.mark_non_differentiable(entropy)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(hidden, targets, weight, bias)
-            ctx.statistics, ctx.options, ctx.last_logits = statistics, options, head.buffer
+            ctx.statistics, ctx.options, ctx.supports, ctx.last_logits = statistics, options, supports, head.buffer
         return logprobs.squeeze(-1), entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
         hidden, targets, weight, bias = ctx.saved_tensors
-        head = _Head(hidden, weight, bias, ctx.options)
+        head = _Head(hidden, weight, bias, ctx.options, ctx.supports)
         head.buffer, ctx.last_logits = ctx.last_logits, None  # overwritten here: a second backward starts anew
         is_computed = head.buffer is not None
         # Summed over chunks; what nobody needs is never allocated.
-        of_hidden, _, of_weight, of_bias, _ = ctx.needs_input_grad
+        of_hidden, _, of_weight, of_bias, *_ = ctx.needs_input_grad
         by_hidden = torch.empty_like(hidden, dtype=head.dtype) if of_hidden else None
         by_weight = torch.zeros_like(weight, dtype=head.wide) if of_weight else None
         by_bias = weight.new_zeros(weight.shape[0], dtype=head.wide) if of_bias else None
@@ -275,4 +325,4 @@ class _TokenLogprobs(torch.autograd.Function):
             if by_bias is not None:
                 by_bias.add_(logits.sum(0, dtype=by_bias.dtype))
         by_weight, by_bias = (None if sums is None else sums.to(weight.dtype) for sums in (by_weight, by_bias))
-        return None if by_hidden is None else by_hidden.to(hidden.dtype), None, by_weight, by_bias, None
+        return None if by_hidden is None else by_hidden.to(hidden.dtype), None, by_weight, by_bias, None, None

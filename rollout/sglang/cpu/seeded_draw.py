@@ -37,19 +37,6 @@ def draw(probs: torch.Tensor, *, uniform: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulated, target, right=True).squeeze(-1)
 
 
-def truncate(probs: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Probabilities [B, V] with all tokens outside top-k (1 is greedy), top-p and min-p, each [B], set to 0.
-
-    The rest is not renormalised; among equal probabilities the lower token id is kept.
-    """
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(dim=-1) - ordered
-    rank = torch.arange(probs.shape[-1], device=probs.device).unsqueeze(0)
-    dropped = (rank >= top_k.unsqueeze(-1)) | (before > top_p.unsqueeze(-1))
-    dropped |= ordered < ordered[:, :1] * min_p.unsqueeze(-1)
-    return torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(dropped, 0.0))
-
-
 def _splitmix64(state: torch.Tensor) -> torch.Tensor:
     """[B] int64 -> [B] int64, a bijection with good avalanche; int64 arithmetic wraps."""
     state = state + _GOLDEN_GAMMA

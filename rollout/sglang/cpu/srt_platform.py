@@ -14,8 +14,9 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from algorithms.truncation import kept_tokens
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
-from rollout.sglang.cpu.seeded_draw import draw, truncate, uniforms
+from rollout.sglang.cpu.seeded_draw import draw, uniforms
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -94,21 +95,26 @@ def _make_attention(model_runner: Any) -> Any:
 
 
 def _register_sampler() -> None:
-    from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+    from sglang.srt.layers.sampler import Sampler, _SamplingMaskCapture, register_sampler_backend
 
     class SeededSampler(Sampler):  # type: ignore[misc]
         """SGLang's sampler with the draw itself replaced; temperature and log-probs are SGLang's."""
 
         def _sample_from_probs(
             self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool
-        ) -> tuple[torch.Tensor, None]:
-            if sampling_info.sampling_mask_batch_indices is not None:
-                raise NotImplementedError("return_sampling_mask is not supported by the parity_cpu platform")
+        ) -> tuple[torch.Tensor, _SamplingMaskCapture | None]:
             if not simple_sampling_case:
-                probs = truncate(
-                    probs, top_k=sampling_info.top_ks, top_p=sampling_info.top_ps, min_p=sampling_info.min_ps
-                )
+                limits = {"top_k": sampling_info.top_ks, "top_p": sampling_info.top_ps, "min_p": sampling_info.min_ps}
+                # Not in place: SGLang takes the log-probs of the whole vocabulary from `probs`.
+                probs = probs.masked_fill(~kept_tokens(probs, **limits), 0.0)
             uniform = uniforms(sampling_info.sampling_seed, positions=positions)
-            return draw(probs, uniform=uniform).to(torch.int32), None
+            tokens = draw(probs, uniform=uniform).to(torch.int32)
+            rows = sampling_info.sampling_mask_batch_indices
+            if rows is None:
+                return tokens, None
+            # What has a weight is the support; SGLang reads the rest from it.
+            return tokens, _SamplingMaskCapture(
+                weights=probs[rows], token_ids=None, selected_weight=None, batch_rows=rows
+            )
 
     register_sampler_backend("pytorch", SeededSampler)
