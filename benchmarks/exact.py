@@ -1,7 +1,7 @@
 """rollout.exact=true: equal bits over many tokens, the six modes as one, and what a step costs.
 
     python benchmarks/exact.py [--tokens 1000000] [--smollm2-tokens 8000] [--steps 3]
-                               [--only bits|modes|time] [--dtypes float32 bfloat16]
+                               [--only bits|modes|time] [--dtypes float32 bfloat16] [--engine torch|sglang]
 
 Prints Markdown, up to three tables:
 
@@ -11,8 +11,10 @@ bits    embedded engine and trainer's scorer in one process, with the demo's mod
         numbers of threads. "differ": tokens whose two log-probs differ in some bit
 modes   `parity train arithmetic_grpo` under each mode, two ranks, three steps of one optimizer step each: K3 and the
         digest of the weights at the end
-time    `parity train smollm2_grpo rollout=torch` without and with rollout.exact: median seconds of the steps after the
-        first
+time    `parity train smollm2_grpo` without and with rollout.exact: median seconds of the steps after the first, and the
+        largest difference of two log-probs in these steps
+
+--engine is the one of modes and time. bits has the embedded engine; a server is compared by the other two.
 """
 
 from __future__ import annotations
@@ -161,24 +163,24 @@ def bits_table(dtypes: Sequence[str], *, tokens: int, smollm2_tokens: int) -> It
             yield f"| {name} | {dtype} | {found.tokens:,} | {found.different:,} |"
 
 
-def modes_table(scratch: Path) -> Iterator[str]:
+def modes_table(scratch: Path, engine: str) -> Iterator[str]:
     yield "| mode | K3 of the steps | digest of the weights |"
     yield "| --- | --- | --- |"
     for mode in MODES:
-        words = ("arithmetic_grpo", "rollout=torch", "rollout.exact=true", *FLOAT32, "policy.num_workers=2")
+        words = ("arithmetic_grpo", f"rollout={engine}", "rollout.exact=true", *FLOAT32, "policy.num_workers=2")
         own = ("run.num_steps=3", "eval.every=0", "batch.mini_batch_prompts=null", f"correction={mode}")
         rows = train(scratch / mode, *words, *own)
         k3 = ", ".join(f"{row['mismatch/k3']:g}" for row in rows)
         yield f"| {mode} | {k3} | {weights_digest(scratch / mode)} |"
 
 
-def time_table(scratch: Path, dtypes: Sequence[str], *, steps: int) -> Iterator[str]:
-    yield "| type | rollout.exact | step, s | rollout, s | training, s | K3 |"
-    yield "| --- | --- | --: | --: | --: | --: |"
+def time_table(scratch: Path, dtypes: Sequence[str], *, engine: str, steps: int) -> Iterator[str]:
+    yield "| type | rollout.exact | step, s | rollout, s | training, s | K3 | largest difference, of tokens |"
+    yield "| --- | --- | --: | --: | --: | --: | --: |"
     for dtype in dtypes:
         medians = []
         for exact in ("false", "true"):
-            words = ("smollm2_grpo", "rollout=torch", f"policy.dtype={dtype}", f"rollout.dtype={dtype}")
+            words = ("smollm2_grpo", f"rollout={engine}", f"policy.dtype={dtype}", f"rollout.dtype={dtype}")
             own = (f"rollout.exact={exact}", f"run.num_steps={steps}", "eval.every=0", "eval.max_prompts=2")
             rows = train(scratch / f"{dtype}_{exact}", *words, *own, "checkpoint.every=0")[1:]
             step, rollout, training = (
@@ -187,8 +189,11 @@ def time_table(scratch: Path, dtypes: Sequence[str], *, steps: int) -> Iterator[
             )
             medians.append(step)
             k3 = statistics.median(row["mismatch/k3"] for row in rows)
-            yield f"| {dtype} | {exact} | {step:.1f} | {rollout:.1f} | {training:.1f} | {k3:.1e} |"
-        yield f"| {dtype} | ratio | {medians[1] / medians[0]:.2f} | | | |"
+            gap = max(row["mismatch/abs_logdiff_max"] for row in rows)
+            tokens = sum(row["mismatch/num_tokens"] for row in rows)
+            seconds = f"{step:.1f} | {rollout:.1f} | {training:.1f}"
+            yield f"| {dtype} | {exact} | {seconds} | {k3:.1e} | {gap:.1e} of {tokens:,.0f} |"
+        yield f"| {dtype} | ratio | {medians[1] / medians[0]:.2f} | | | | |"
 
 
 def main() -> None:
@@ -196,14 +201,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--smollm2-tokens", type=int, default=8_000)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--engine", choices=("torch", "sglang"), default="torch")
     parser.add_argument("--only", choices=("bits", "modes", "time"))
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         tables = {
             "bits": bits_table(arguments.dtypes, tokens=arguments.tokens, smollm2_tokens=arguments.smollm2_tokens),
-            "modes": modes_table(Path(scratch)),
-            "time": time_table(Path(scratch), arguments.dtypes, steps=arguments.steps),
+            "modes": modes_table(Path(scratch), arguments.engine),
+            "time": time_table(Path(scratch), arguments.dtypes, engine=arguments.engine, steps=arguments.steps),
         }
         for name, lines in tables.items():
             if arguments.only in (None, name):

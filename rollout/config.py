@@ -46,7 +46,7 @@ class EngineConfig(Checked):
     quantisation with correction=tis or correction=mis."""
     exact: bool = False
     """Compute every token in the same arithmetic in the engine and in the trainer: their log-probs are equal in every
-    bit, and K3 is 0. For the embedded engine on a CPU."""
+    bit, and K3 is 0. For engines on a CPU."""
     gpus_per_engine: float = ruled(0.0, at_least(0))
     """Ray GPUs reserved per rollout worker, in sum; 0 on a CPU-only machine. An engine that shares its GPUs with ranks
     takes the same part of each: with rollout.engine_args.tp_size=4, 2 means half of each of 4 GPUs."""

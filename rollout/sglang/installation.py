@@ -15,7 +15,7 @@ from typing import Any
 from rollout.config import SGLANG_REMEDY, Quantization, SGLangConfig
 from rollout.engine import EngineError
 from rollout.sglang.adapter_server import ACTIVE, NUM_SLOTS
-from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
+from rollout.sglang.cpu.platform import ATTENTION_BACKEND, EXACT_ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.cuda_packages import CUDA_REMEDY, cuda_problem
 from rollout.sglang.loader import LOADER
 from rollout.sglang.quantized import quantized_server_args
@@ -169,6 +169,7 @@ def server_args(
         "skip_server_warmup": True,
         **(shared_gpu_args(config, needs) if shares_gpu else {}),
         **config.engine_args,
+        **({"attention_backend": EXACT_ATTENTION_BACKEND} if config.exact and device == "cpu" else {}),
         **quantized_server_args(quantization),
         **adapter_args(needs.adapter),
         "custom_weight_loader": [LOADER],

@@ -44,6 +44,17 @@ def test_the_modes_become_one(tmp_path: Path) -> None:
         assert end.keys() == first.keys() and all(bool((end[name] == first[name]).all()) for name in first)
 
 
+@pytest.mark.sglang
+def test_a_server_has_the_bits_of_the_trainer(tmp_path: Path) -> None:
+    """With truncated sampling; the modes become one here too."""
+    own = ("rollout=sglang", "sampling.top_k=20", "sampling.top_p=0.95")
+    first, *others = [
+        trained(tmp_path / mode, f"correction={mode}", *BFLOAT16, *own) for mode in ("recompute", "bypass")
+    ]
+    for end in others:
+        assert end.keys() == first.keys() and all(bool((end[name] == first[name]).all()) for name in first)
+
+
 def test_truncated_sampling_keeps_the_bits(tmp_path: Path) -> None:
     """The trainer scores every token among those that the engine kept; the base model is sure of most tokens."""
     trained(tmp_path / "run", *FLOAT32, "sampling.top_p=0.95", "sampling.min_p=0.01")

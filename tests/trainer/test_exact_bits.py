@@ -146,8 +146,16 @@ def refused(**changes: object) -> list[str]:
 
 def test_what_breaks_the_promise_is_refused_by_name() -> None:
     engine, policy = EXACT.rollout, EXACT.policy
-    [text] = refused(rollout=SGLangConfig(exact=True))
-    assert text.startswith("rollout.exact must be false with rollout=sglang") and "Use rollout=torch" in text
+    server = SGLangConfig(exact=True, engine_args={"tp_size": 2, "attention_backend": "torch_native"})
+    texts = refused(rollout=server, policy=PolicyConfig(lora=LoraConfig(rank=8)))
+    assert [text.split(" ")[0] for text in texts] == [
+        "rollout.engine_args.tp_size", "rollout.engine_args.attention_backend", "policy.lora.rank"
+    ]  # fmt: skip
+    assert all(
+        "with rollout=sglang and rollout.exact=true" in text and "Or use rollout=torch" in text for text in texts
+    )
+    [text] = refused(rollout=SGLangConfig(exact=True, servers=["http://127.0.0.1:30000"]))
+    assert text.startswith("rollout.servers must be [] with rollout=sglang and rollout.exact=true: only a server that")
     [text] = refused(rollout=replace(engine, quantization=Quantization.int8))
     assert text.startswith("rollout.quantization must be none with rollout.exact=true")
     [text] = refused(rollout=replace(engine, dtype=DType.float32))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from algorithms.config import BaselineScope, Compared, Estimator, Problem, SelfNormalize
 from algorithms.config.rules import as_yaml
-from rollout.config import DynamicCollectConfig, Quantization, SGLangConfig, TorchEngineConfig
+from rollout.config import DynamicCollectConfig, Quantization, SGLangConfig
 from rollout.task_config import FileDataConfig
 from trainer.config.outputs import WandbMode
 from trainer.config.training import Residency
@@ -194,9 +194,8 @@ def exact_problems(config: TrainConfig) -> Iterator[Problem]:
     rollout, policy = config.rollout, config.policy
     if not rollout.exact:
         return
-    if not isinstance(rollout, TorchEngineConfig):
-        rule = f"must be false with rollout={rollout.kind}: its kernels add up in another order than the trainer's"
-        yield config.broken("rollout.exact", rule, "Use rollout=torch.")
+    if isinstance(rollout, SGLangConfig):
+        yield from _exact_sglang_problems(config, rollout)
     if rollout.gpus_per_engine or policy.gpus_per_worker:
         yield config.broken("rollout.exact", "must be false with GPUs: the exact arithmetic is one of CPUs")
     if rollout.quantization is not Quantization.none:
@@ -206,7 +205,7 @@ def exact_problems(config: TrainConfig) -> Iterator[Problem]:
         rule = f"must be policy.dtype ({policy.dtype.name}) with rollout.exact=true"
         yield config.broken("rollout.dtype", rule, f"Set rollout.dtype={policy.dtype.name}.")
     reasons = {
-        "policy.fp32_head": (policy.fp32_head, "the embedded engine has its head in rollout.dtype"),
+        "policy.fp32_head": (policy.fp32_head, "the engine has its head in rollout.dtype"),
         "policy.torch_compile": (policy.torch_compile, "a compiled layer adds up in an order of its own"),
         "policy.lora.merge": (
             policy.lora.rank > 0 and policy.lora.merge,
@@ -216,6 +215,22 @@ def exact_problems(config: TrainConfig) -> Iterator[Problem]:
     for key, (is_set, reason) in reasons.items():
         if is_set:
             yield config.broken(key, f"must be false with rollout.exact=true: {reason}")
+
+
+def _exact_sglang_problems(config: TrainConfig, rollout: SGLangConfig) -> Iterator[Problem]:
+    """Yield what of SGLang has no exact form."""
+    reasons = {
+        "rollout.servers": (rollout.servers, [], "only a server that Parity starts computes in exact arithmetic"),
+        "rollout.engine_args.tp_size": (rollout.tp_size, 1, "ranks would add up their parts in an order of their own"),
+        "rollout.engine_args.attention_backend": (
+            rollout.engine_args.get("attention_backend"), None, "Parity sets the attention",
+        ),
+        "policy.lora.rank": (config.policy.lora.rank, 0, "SGLang adds an adapter with kernels of its own"),
+    }  # fmt: skip
+    for key, (value, exact, reason) in reasons.items():
+        if value != exact:
+            rule = f"must be {as_yaml(exact)} with rollout=sglang and rollout.exact=true: {reason}"
+            yield Problem(key=key, rule=rule, value=value, remedy="Or use rollout=torch.")
 
 
 SGLANG_SUPPORT = 4096

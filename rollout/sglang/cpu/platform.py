@@ -18,6 +18,9 @@ PLATFORM_NAME = "parity_cpu"
 ATTENTION_BACKEND = "parity_batched"
 """Value of SGLang's `attention_backend` for `rollout/sglang/cpu/attention.py`, the default on a CPU."""
 
+EXACT_ATTENTION_BACKEND = "parity_exact"
+"""The same for `rollout/sglang/cpu/exact.py`, with rollout.exact=true."""
+
 PLATFORM_CLASS = "rollout.sglang.cpu.srt_platform.ParityCpuPlatform"
 
 

@@ -15,13 +15,15 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from algorithms.truncation import kept_tokens
-from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
+from rollout.sglang.cpu.platform import ATTENTION_BACKEND, EXACT_ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.cpu.seeded_draw import draw, uniforms
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+DISPATCH_KEY = "native"
+"""Key under which SGLang looks up functions of this platform."""
 _SEED_HOOK_TARGET = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
 _LAST_SLOT_HOOK_TARGET = "sglang.srt.mem_cache.allocation.get_last_loc"
 
@@ -52,7 +54,7 @@ class ParityCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return allocator
 
     def get_dispatch_key_name(self) -> str:
-        return "native"
+        return DISPATCH_KEY
 
     def init_backend(self) -> None:
         """Install hooks, attention and sampler; SGLang calls this once per worker, after the hooks of plugins."""
@@ -60,6 +62,7 @@ class ParityCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
         register_attention_backend(ATTENTION_BACKEND)(_make_attention)
+        register_attention_backend(EXACT_ATTENTION_BACKEND)(_make_exact_attention)
         # SGLang forces sampling_backend=pytorch on a CPU, so the seeded sampler is registered under that name.
         _register_sampler()
         source = HookSource(plugin_name=PLATFORM_NAME, dist_name="parity-rl")
@@ -87,6 +90,21 @@ def last_slots(req_to_token: torch.Tensor, requests: torch.Tensor, prefix_lens: 
     return torch.where(prefix_lens > 0, found, torch.full_like(prefix_lens, -1))
 
 
+def use_exact_logprobs(
+    logits_output: Any, scaled: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None
+) -> None:
+    """Replace the log-probs of drawn tokens [B] in SGLang's output with the exact ones.
+
+    `scaled` [B, V] are the logits, divided by the temperature; `rows` [M] the requests that get their supports.
+    """
+    from rollout.sglang.cpu.exact import exact_logprobs, exact_support_logprobs
+
+    logits_output.next_token_logprobs = exact_logprobs(scaled, tokens)
+    if rows is not None:
+        mask = logits_output.sampling_mask_output
+        mask.selected_logprobs = exact_support_logprobs(scaled[rows], tokens[rows], mask.token_ids, mask.lengths)
+
+
 def _make_attention(model_runner: Any) -> Any:
     """Make the attention backend; SGLang calls this once per worker when the cache exists."""
     from rollout.sglang.cpu.attention import BatchedAttention
@@ -94,11 +112,30 @@ def _make_attention(model_runner: Any) -> Any:
     return BatchedAttention(model_runner)
 
 
+def _make_exact_attention(model_runner: Any) -> Any:
+    """The same for `rollout.exact`; the model computes in exact arithmetic from then on."""
+    from rollout.sglang.cpu.exact import ExactAttention
+
+    return ExactAttention(model_runner, platform_key=DISPATCH_KEY)
+
+
 def _register_sampler() -> None:
-    from sglang.srt.layers.sampler import Sampler, _SamplingMaskCapture, register_sampler_backend
+    from sglang.srt.layers.sampler import Sampler, _SamplingMaskCapture, get_exec, register_sampler_backend
 
     class SeededSampler(Sampler):  # type: ignore[misc]
-        """SGLang's sampler with the draw itself replaced; temperature and log-probs are SGLang's."""
+        """SGLang's sampler with the draw itself replaced; temperature and log-probs are SGLang's, if not exact."""
+
+        def forward(
+            self, logits_output: Any, sampling_info: SamplingBatchInfo, return_logprob: bool, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
+            is_exact = get_exec().kernel.attention_backend == EXACT_ATTENTION_BACKEND
+            if not is_exact or sampling_info.is_all_greedy or not return_logprob:
+                tokens: torch.Tensor = super().forward(logits_output, sampling_info, return_logprob, *args, **kwargs)
+                return tokens
+            scaled = logits_output.next_token_logits.float() / sampling_info.temperatures  # SGLang overwrites them
+            tokens = super().forward(logits_output, sampling_info, return_logprob, *args, **kwargs)
+            use_exact_logprobs(logits_output, scaled, tokens, sampling_info.sampling_mask_batch_indices)
+            return tokens
 
         def _sample_from_probs(
             self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool

@@ -1,0 +1,190 @@
+"""SGLang's model in the exact arithmetic of the trainer (`rollout/exact`): attention, products, norms, log-probs.
+
+Only SGLang loads this file; `srt_platform.py` registers the attention backend `parity_exact`, which changes the model
+when SGLang makes it. SGLang multiplies queries, keys and values at once, and gates with what they gate; here each part
+is a product of its own, as in transformers. Norms round where those of transformers round.
+
+B: sequences, N: tokens, C: columns (keys with room), H: heads, K: key/value heads, D: size of a head, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from algorithms.truncation import CUT_LOGIT
+from rollout.exact.attention import attend, num_columns
+from rollout.exact.layers import log_softmax, silu
+from rollout.exact.products import product
+from rollout.sglang.cpu.attention import BatchedAttention
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+KNOWN = (LinearBase, RMSNorm, SiluAndMul, RotaryEmbedding, VocabParallelEmbedding, LogitsProcessor, RadixAttention)
+"""Modules that have an exact form, or compute nothing."""
+
+
+class ExactAttention(BatchedAttention):
+    """Attention over SGLang's cache with the bits of the trainer, in prefill and in decoding alike."""
+
+    def __init__(self, model_runner: Any, *, platform_key: str) -> None:
+        super().__init__(model_runner)
+        make_exact(model_runner.model, platform_key=platform_key)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Nothing is planned for all layers."""
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """One token per sequence: [B, H x D]."""
+        self._store(k, v, layer, forward_batch, save_kv_cache=save_kv_cache)
+        query = q.reshape(-1, layer.tp_q_head_num, 1, layer.qk_head_dim)
+        last = forward_batch.seq_lens.to(torch.int64) - 1
+        return self._attend(query, layer, forward_batch.req_pool_indices, last[:, None]).flatten(1)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The tokens behind what the cache holds of each sequence, end to end: [N, H x D]."""
+        self._store(k, v, layer, forward_batch, save_kv_cache=save_kv_cache)
+        ends, counts = forward_batch.seq_lens.tolist(), forward_batch.extend_seq_lens.tolist()
+        parts = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).split(counts)
+        found = [
+            self._attend(
+                part.transpose(0, 1)[None],
+                layer,
+                forward_batch.req_pool_indices[index, None],
+                torch.arange(end - len(part), end)[None],
+            )
+            for index, (part, end) in enumerate(zip(parts, ends, strict=True))
+            if len(part)
+        ]
+        return torch.cat([part.flatten(0, 1).flatten(1) for part in found])
+
+    def _store(
+        self, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch, *, save_kv_cache: bool
+    ) -> None:
+        if save_kv_cache and k is not None and v is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+
+    def _attend(self, query: Tensor, layer: RadixAttention, requests: Tensor, positions: Tensor) -> Tensor:
+        """query [B, H, L, D] at `positions` [B, L] -> [B, L, H, D]."""
+        columns = torch.arange(num_columns(int(positions.max()) + 1))
+        # Columns behind a sequence repeat its last key: any finite number does.
+        slots = self.req_to_token_pool.req_to_token[requests[:, None], columns.clamp(max=positions[:, -1:])]
+        held = (
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+        )
+        keys, values = (buffer[slots].transpose(1, 2) for buffer in held)
+        return attend(query, keys, values, positions, scaling=layer.scaling)
+
+
+class ExactLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
+    """Products tile by tile, one for each matrix of which SGLang has made one."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows, sizes = x.reshape(-1, x.shape[-1]), getattr(layer, "output_partition_sizes", [len(layer.weight)])
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        parts = [product(rows, weight, part) for weight, part in zip(layer.weight.split(sizes), biases, strict=True)]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return found.view(*x.shape[:-1], -1)
+
+
+def make_exact(model: nn.Module, *, platform_key: str) -> None:
+    """Have SGLang's `model` compute in exact arithmetic from now on.
+
+    `platform_key` is the dispatch key of the platform. Raises ValueError with everything that has no exact form.
+    """
+    if problems := list(_problems(model)):
+        raise ValueError(f"rollout.exact=true has no exact form of {', '.join(dict.fromkeys(problems))} in SGLang")
+    BaseFusedOp.register_oot_forward(RMSNorm, _rms_norm, platform_key)
+    BaseFusedOp.register_oot_forward(SiluAndMul, _silu_and_mul, platform_key)
+    for module in model.modules():
+        if isinstance(module, LinearBase):
+            module.quant_method = ExactLinearMethod()
+        elif isinstance(module, LogitsProcessor):
+            module._compute_lm_head = partial(_logits)
+
+
+def exact_logprobs(scaled: Tensor, tokens: Tensor) -> Tensor:
+    """[B] log-probs of tokens [B] under logits [B, V] that are divided by the temperature, with the trainer's bits."""
+    return log_softmax(scaled).gather(-1, tokens.long()[:, None])[:, 0]
+
+
+def exact_support_logprobs(scaled: Tensor, tokens: Tensor, support_ids: Tensor, sizes: Tensor) -> Tensor:
+    """The same among the first `sizes` [B] of the ids [B, M] of each row."""
+    is_kept = torch.arange(support_ids.shape[1]) < sizes[:, None]
+    kept = torch.zeros(scaled.shape, dtype=torch.bool)
+    # An id behind the support is replaced with the first one of it, which is kept anyway.
+    kept.scatter_(1, torch.where(is_kept, support_ids, support_ids[:, :1]).long(), True)
+    return exact_logprobs(scaled.masked_fill(~kept, CUT_LOGIT), tokens)
+
+
+def _problems(model: nn.Module) -> Iterator[str]:
+    """Yield the class of everything that computes in a way of which nothing is known."""
+    for module in model.modules():
+        if isinstance(module, LinearBase) and type(module.quant_method) is not UnquantizedLinearMethod:
+            yield f"{type(module).__name__} with {type(module.quant_method).__name__}"
+        owns = next(iter(module.parameters(recurse=False)), None) is not None
+        if (owns or isinstance(module, BaseFusedOp)) and not isinstance(module, KNOWN):
+            yield type(module).__name__
+
+
+def _rms_norm(
+    self: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None, *_: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMSNorm of the sum, which is rounded before it is squared, as a sum of its own would be."""
+    if residual is not None:
+        x = residual + x
+    if post_residual_addition is not None:
+        x = x + post_residual_addition
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+    out = self.weight * scaled.to(x.dtype)
+    return out if residual is None else (out, x)
+
+
+def _silu_and_mul(_: Any, x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return silu(gate.contiguous()) * up
+
+
+def _logits(
+    hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """[N, V and padding]: SGLang fills the vocabulary up, and the width of a product may change its bits."""
+    weight = lm_head.weight
+    found = product(hidden_states.to(weight.dtype), weight[: lm_head.org_vocab_size])
+    return pad(found, (0, len(weight) - found.shape[1]))
