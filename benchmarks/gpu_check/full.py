@@ -28,6 +28,7 @@ KILL_WAIT_S = 300.0
 """Seconds until the run that will be killed into must have taken its first step."""
 STEPS = (5, 20)
 CPU_STEPS = (2,)
+EXACT_STEPS = 2
 SCHEDULER = "scheduler"
 """Part of the name of SGLang's process that samples."""
 
@@ -42,6 +43,7 @@ def listed() -> list[Check]:
         Check(number=24, name="size of the cache", cost_s=240, run=full_engine.cache_size),
         Check(number=25, name="kill in mid-rollout", cost_s=300, run=killed),
         Check(number=26, name="two ranks of an engine", cost_s=150, run=full_engine.two_ranks),
+        Check(number=27, name="exact arithmetic", cost_s=300, run=exact),
     ]
     return sorted(checks, key=lambda check: (check.cost_s, check.number))
 
@@ -79,6 +81,25 @@ def runs(host: Host) -> Iterator[Row]:
                 ok=status == 0 and last.get("step") == steps,
                 reason=f"see {run_dir.with_suffix('.log').name}",
             )
+
+
+def exact(host: Host) -> Iterator[Row]:
+    """Runs with rollout.exact=true: not one log-prob of the engine may differ from the trainer's in a bit."""
+    for dtype in ("bfloat16", "float32"):
+        run_dir = host.out / f"run_exact_{dtype}"
+        own = ["rollout.exact=true", f"policy.dtype={dtype}", f"rollout.dtype={dtype}", "run.resume=clean"]
+        process = _start([*words(host, run_dir, steps=EXACT_STEPS), *own], run_dir.with_suffix(".log"))
+        status = _end(process, RUN_TIMEOUT_S)
+        rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").is_file() else []
+        gaps = [row["mismatch/abs_logdiff_max"] for row in rows if row["step"]]
+        yield judged(
+            "27",
+            f"{EXACT_STEPS} steps in {dtype} with rollout.exact=true",
+            expected="exit status 0, largest difference of two log-probs 0 in every step",
+            measured=f"exit status {status}, {', '.join(f'{gap:.1e}' for gap in gaps) or 'no step'}",
+            ok=status == 0 and gaps == [0.0] * EXACT_STEPS,
+            reason=f"the probe names what differs: see {run_dir.with_suffix('.log').name}",
+        )
 
 
 SHOWN = ("mismatch/k3", "mismatch/k3_floor", "time/rollout_s", "time/train_s", "time/sync_s", "perf/gpu_swap_s")

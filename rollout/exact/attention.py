@@ -93,6 +93,9 @@ def _product_of_tiles(rows: Tensor, keys: Tensor, values: Tensor, seen: Tensor) 
     totals = weights.sum(-1)
     out, total = torch.bmm(weights[0], values[:, blocks[0]]), totals[0]
     for block, weight, more in zip(blocks[1:], weights[1:], totals[1:], strict=True):
-        out.baddbmm_(weight, values[:, block])
+        if out.is_cuda:  # `rollout/exact/gpu.py` has no product that adds; not yet run on a GPU
+            out = out + torch.bmm(weight, values[:, block])
+        else:
+            out.baddbmm_(weight, values[:, block])
         total = total + more
     return out.div_(total[:, :, None])

@@ -32,6 +32,8 @@ class SiLU(nn.Module):
 
 def row_sums(values: Tensor) -> Tensor:
     """[N, V] -> [N, 1]: a row alone, which torch would split among threads, is added up like one of several."""
+    if values.is_cuda:  # of sums `rollout/exact/gpu.py` has means only; not yet run on a GPU
+        return values.mean(-1, keepdim=True) * values.shape[-1]
     return values.sum(-1, keepdim=True) if len(values) != 1 else torch.cat([values, values]).sum(-1, keepdim=True)[:1]
 
 

@@ -20,7 +20,10 @@ the whole product."""
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """rows [N, I], weight [O, I], bias [O] -> [N, O], also written to `out`; tile by tile, without a gradient."""
+    """rows [N, I], weight [O, I], bias [O] -> [N, O], also written to `out`; tile by tile on a CPU; no gradient."""
+    if rows.is_cuda:  # the kernels of `rollout/exact/gpu.py` need no tiles; not yet run on a GPU
+        whole = torch.mm(rows, weight.T) if bias is None else torch.addmm(bias, rows, weight.T)
+        return whole if out is None else out.copy_(whole)
     found = rows.new_empty((len(rows), len(weight))) if out is None else out
     for tile, place in zip(rows.split(TILE_ROWS), found.split(TILE_ROWS), strict=True):
         missing = TILE_ROWS - len(tile)

@@ -15,7 +15,7 @@ from typing import Any
 from rollout.config import SGLANG_REMEDY, Quantization, SGLangConfig
 from rollout.engine import EngineError
 from rollout.sglang.adapter_server import ACTIVE, NUM_SLOTS
-from rollout.sglang.cpu.platform import ATTENTION_BACKEND, EXACT_ATTENTION_BACKEND, PLATFORM_NAME
+from rollout.sglang.cpu.platform import ATTENTION_BACKEND, EXACT_ATTENTION_BACKEND, EXACT_VARIABLE, PLATFORM_NAME
 from rollout.sglang.cuda_packages import CUDA_REMEDY, cuda_problem
 from rollout.sglang.loader import LOADER
 from rollout.sglang.quantized import quantized_server_args
@@ -36,6 +36,13 @@ CPU_SERVER_ARGS: dict[str, Any] = {
     "max_running_requests": 512,
 }
 """Default arguments on a CPU; rollout.engine_args override them."""
+
+EXACT_SERVER_ARGS: dict[str, Any] = {
+    "attention_backend": EXACT_ATTENTION_BACKEND,
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+}
+"""Arguments with rollout.exact=true: a graph could not read lengths on the host."""
 
 SLEEPING_SHARE = 0.80
 """Share of a GPU for weights and cache of a server while the rank sleeps; graphs and activations take the rest."""
@@ -107,6 +114,8 @@ def server_environment(
             # SGLang wants a NUMA node or a list of cores for every rank; each rank gets all cores of this process.
             cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * config.tp_size)
+    if device == "cuda" and config.exact:
+        environment[EXACT_VARIABLE] = "1"
     if device == "cuda" and config.gpu_share < 1:
         # The ranks need not hold the same on every GPU of the engine; SGLang takes what all of them have free.
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
@@ -169,7 +178,7 @@ def server_args(
         "skip_server_warmup": True,
         **(shared_gpu_args(config, needs) if shares_gpu else {}),
         **config.engine_args,
-        **({"attention_backend": EXACT_ATTENTION_BACKEND} if config.exact and device == "cpu" else {}),
+        **(EXACT_SERVER_ARGS if config.exact else {}),
         **quantized_server_args(quantization),
         **adapter_args(needs.adapter),
         "custom_weight_loader": [LOADER],

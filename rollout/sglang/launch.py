@@ -15,11 +15,15 @@ import sys
 from typing import Any
 
 from rollout.sglang.cpu.forking import fork_processes
-from rollout.sglang.cpu.platform import PLATFORM_NAME, activate
+from rollout.sglang.cpu.platform import EXACT_VARIABLE, PLATFORM_NAME, activate
 from rollout.sglang.cpu.torchvision import make_torchvision_importable
 
 if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
     make_torchvision_importable()
+elif os.environ.get(EXACT_VARIABLE) == "1":  # a GPU: not yet run on one
+    from rollout.sglang.cpu.srt_platform import install_exact
+
+    install_exact()
 
 
 def main() -> None:

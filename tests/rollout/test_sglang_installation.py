@@ -6,12 +6,15 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from rollout.config import SGLangConfig
 from rollout.engine import EngineError
+from rollout.sglang.cpu.platform import EXACT_VARIABLE
 from rollout.sglang.cuda_packages import cuda_problem, torch_without_cuda
-from rollout.sglang.installation import check_installation
+from rollout.sglang.installation import ServerNeeds, check_installation, server_args, server_environment
 
 MODULES = ("sgl_kernel", "flashinfer", "torch_memory_saver")
 
@@ -92,3 +95,16 @@ def test_nothing_is_imported_for_the_answer() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_server_with_exact_arithmetic_gets_it_on_every_device(tmp_path: Path) -> None:
+    """Whatever engine_args say of the rest; on a GPU its processes are told to register it."""
+    config = SGLangConfig(exact=True, engine_args={"sampling_backend": "flashinfer", "max_total_tokens": 100})
+    for device in ("cpu", "cuda"):
+        arguments = server_args(config, tmp_path, device=device, random_seed=0, needs=ServerNeeds())
+        assert (arguments["attention_backend"], arguments["sampling_backend"]) == ("parity_exact", "pytorch")
+        assert arguments["disable_cuda_graph"] is True and arguments["max_total_tokens"] == 100
+        environment = server_environment(config, device=device, num_threads=None, needs=ServerNeeds())
+        assert (environment.get(EXACT_VARIABLE) == "1") is (device == "cuda")
+    usual = server_environment(SGLangConfig(), device="cuda", num_threads=None, needs=ServerNeeds())
+    assert EXACT_VARIABLE not in usual

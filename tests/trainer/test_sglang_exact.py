@@ -105,7 +105,7 @@ from torch import nn
 
 from rollout.sglang.cpu.exact import make_exact
 
-make_exact(nn.Sequential(GeluAndMul(), GeluAndMul(), nn.Conv1d(1, 1, 1)), platform_key="nothing")
+make_exact(nn.Sequential(GeluAndMul(), GeluAndMul(), nn.Conv1d(1, 1, 1)))
 """
 
 

@@ -196,8 +196,9 @@ def exact_problems(config: TrainConfig) -> Iterator[Problem]:
         return
     if isinstance(rollout, SGLangConfig):
         yield from _exact_sglang_problems(config, rollout)
-    if rollout.gpus_per_engine or policy.gpus_per_worker:
-        yield config.broken("rollout.exact", "must be false with GPUs: the exact arithmetic is one of CPUs")
+    if (rollout.gpus_per_engine > 0) is not (policy.gpus_per_worker > 0):
+        rule = "must be false with GPUs on one side only: engine and trainer must compute on the same kind of device"
+        yield config.broken("rollout.exact", rule)
     if rollout.quantization is not Quantization.none:
         rule = "must be none with rollout.exact=true: the engine would hold other weights than the trainer"
         yield config.broken("rollout.quantization", rule)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rollout.exact.gpu import use_batch_invariant_kernels
 from rollout.exact.layers import make_exact
 from rollout.processes.inherited import forget_launcher
 from rollout.processes.network import use_interface_towards
@@ -185,6 +186,8 @@ class PolicyWorker:
             freeze_beside_adapter(causal_lm, policy.lora)
         if exact:
             make_exact(causal_lm)
+            if self._device.type == "cuda":
+                use_batch_invariant_kernels()
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         if trained:
             checkpoint_activations(causal_lm.get_decoder(), every=policy.activation_checkpoint_every)

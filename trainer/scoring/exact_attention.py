@@ -105,7 +105,7 @@ class _ExactAttention(torch.autograd.Function):
         for shape in segments.once(shapes):
             q = query[0][:, shape.queries].transpose(0, 1)  # [M, H, L, D]
             k, v = (states[0][:, shape.keys].transpose(0, 1) for states in (key, value))
-            found = attend(q, k, v, shape.positions, scaling=scaling)
+            found = attend(q, k, v, shape.positions.to(query.device), scaling=scaling)
             out[shape.queries[shape.is_query]] = found[shape.is_query]
         return out[None]
 

@@ -143,7 +143,8 @@ class _Head:
         self._shape = (num_rows, vocab)
         self._temperature = options.temperature
         self._is_exact = options.exact
-        self._has_kernels = takes_kernels(hidden, self.dtype)
+        # The kernels add up in another order than the engine.
+        self._has_kernels = takes_kernels(hidden, self.dtype) and not options.exact
         block = CPU_BLOCK_ELEMENTS if hidden.device.type == "cpu" else GPU_BLOCK_ELEMENTS
         self._block_rows = max(1, block // vocab)
         scratch_rows = 0 if self._has_kernels else min(self._block_rows, num_rows)

@@ -2,7 +2,8 @@
 
 Only SGLang loads this file; `srt_platform.py` registers the attention backend `parity_exact`, which changes the model
 when SGLang makes it. SGLang multiplies queries, keys and values at once, and gates with what they gate; here each part
-is a product of its own, as in transformers. Norms round where those of transformers round.
+is a product of its own, as in transformers. Norms round where those of transformers round. On a GPU it is the same code
+with the kernels of `rollout/exact/gpu.py`: not yet run on a GPU.
 
 B: sequences, N: tokens, C: columns (keys with room), H: heads, K: key/value heads, D: size of a head, V: vocabulary.
 """
@@ -29,6 +30,7 @@ from torch.nn.functional import pad
 
 from algorithms.truncation import CUT_LOGIT
 from rollout.exact.attention import attend, num_columns
+from rollout.exact.gpu import use_batch_invariant_kernels
 from rollout.exact.layers import log_softmax, silu
 from rollout.exact.products import product
 from rollout.sglang.cpu.attention import BatchedAttention
@@ -43,9 +45,11 @@ KNOWN = (LinearBase, RMSNorm, SiluAndMul, RotaryEmbedding, VocabParallelEmbeddin
 class ExactAttention(BatchedAttention):
     """Attention over SGLang's cache with the bits of the trainer, in prefill and in decoding alike."""
 
-    def __init__(self, model_runner: Any, *, platform_key: str) -> None:
+    def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
-        make_exact(model_runner.model, platform_key=platform_key)
+        make_exact(model_runner.model)
+        if torch.device(self.device).type == "cuda":
+            use_batch_invariant_kernels()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Nothing is planned for all layers."""
@@ -85,7 +89,7 @@ class ExactAttention(BatchedAttention):
                 part.transpose(0, 1)[None],
                 layer,
                 forward_batch.req_pool_indices[index, None],
-                torch.arange(end - len(part), end)[None],
+                torch.arange(end - len(part), end, device=q.device)[None],
             )
             for index, (part, end) in enumerate(zip(parts, ends, strict=True))
             if len(part)
@@ -100,7 +104,7 @@ class ExactAttention(BatchedAttention):
 
     def _attend(self, query: Tensor, layer: RadixAttention, requests: Tensor, positions: Tensor) -> Tensor:
         """query [B, H, L, D] at `positions` [B, L] -> [B, L, H, D]."""
-        columns = torch.arange(num_columns(int(positions.max()) + 1))
+        columns = torch.arange(num_columns(int(positions.max()) + 1), device=positions.device)
         # Columns behind a sequence repeat its last key: any finite number does.
         slots = self.req_to_token_pool.req_to_token[requests[:, None], columns.clamp(max=positions[:, -1:])]
         held = (
@@ -122,20 +126,25 @@ class ExactLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
         return found.view(*x.shape[:-1], -1)
 
 
-def make_exact(model: nn.Module, *, platform_key: str) -> None:
+def make_exact(model: nn.Module) -> None:
     """Have SGLang's `model` compute in exact arithmetic from now on.
 
-    `platform_key` is the dispatch key of the platform. Raises ValueError with everything that has no exact form.
+    Call it before the first forward. Raises ValueError with everything that has no exact form.
     """
     if problems := list(_problems(model)):
         raise ValueError(f"rollout.exact=true has no exact form of {', '.join(dict.fromkeys(problems))} in SGLang")
-    BaseFusedOp.register_oot_forward(RMSNorm, _rms_norm, platform_key)
-    BaseFusedOp.register_oot_forward(SiluAndMul, _silu_and_mul, platform_key)
     for module in model.modules():
-        if isinstance(module, LinearBase):
+        # SGLang calls what an operator has in `_forward_method`, whatever the platform.
+        if isinstance(module, RMSNorm):
+            module._forward_method = partial(_rms_norm, module)
+        elif isinstance(module, SiluAndMul):
+            module._forward_method = _silu_and_mul
+        elif isinstance(module, RotaryEmbedding):
+            module._forward_method = module.forward_native
+        elif isinstance(module, LinearBase):
             module.quant_method = ExactLinearMethod()
         elif isinstance(module, LogitsProcessor):
-            module._compute_lm_head = partial(_logits)
+            module._compute_lm_head = _logits
 
 
 def exact_logprobs(scaled: Tensor, tokens: Tensor) -> Tensor:
@@ -145,8 +154,8 @@ def exact_logprobs(scaled: Tensor, tokens: Tensor) -> Tensor:
 
 def exact_support_logprobs(scaled: Tensor, tokens: Tensor, support_ids: Tensor, sizes: Tensor) -> Tensor:
     """The same among the first `sizes` [B] of the ids [B, M] of each row."""
-    is_kept = torch.arange(support_ids.shape[1]) < sizes[:, None]
-    kept = torch.zeros(scaled.shape, dtype=torch.bool)
+    is_kept = torch.arange(support_ids.shape[1], device=scaled.device) < sizes[:, None]
+    kept = torch.zeros_like(scaled, dtype=torch.bool)
     # An id behind the support is replaced with the first one of it, which is kept anyway.
     kept.scatter_(1, torch.where(is_kept, support_ids, support_ids[:, :1]).long(), True)
     return exact_logprobs(scaled.masked_fill(~kept, CUT_LOGIT), tokens)
@@ -163,7 +172,7 @@ def _problems(model: nn.Module) -> Iterator[str]:
 
 
 def _rms_norm(
-    self: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None, *_: Any
+    norm: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None, *_: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RMSNorm of the sum, which is rounded before it is squared, as a sum of its own would be."""
     if residual is not None:
@@ -171,12 +180,12 @@ def _rms_norm(
     if post_residual_addition is not None:
         x = x + post_residual_addition
     wide = x.float()
-    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-    out = self.weight * scaled.to(x.dtype)
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    out = norm.weight * scaled.to(x.dtype)
     return out if residual is None else (out, x)
 
 
-def _silu_and_mul(_: Any, x: Tensor) -> Tensor:
+def _silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return silu(gate.contiguous()) * up
 

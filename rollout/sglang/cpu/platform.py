@@ -21,6 +21,9 @@ ATTENTION_BACKEND = "parity_batched"
 EXACT_ATTENTION_BACKEND = "parity_exact"
 """The same for `rollout/sglang/cpu/exact.py`, with rollout.exact=true."""
 
+EXACT_VARIABLE = "PARITY_EXACT"
+"""Environment variable with the value 1 in the processes of a server on a GPU with rollout.exact=true."""
+
 PLATFORM_CLASS = "rollout.sglang.cpu.srt_platform.ParityCpuPlatform"
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-DISPATCH_KEY = "native"
-"""Key under which SGLang looks up functions of this platform."""
 _SEED_HOOK_TARGET = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
 _LAST_SLOT_HOOK_TARGET = "sglang.srt.mem_cache.allocation.get_last_loc"
 
@@ -54,21 +52,29 @@ class ParityCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return allocator
 
     def get_dispatch_key_name(self) -> str:
-        return DISPATCH_KEY
+        return "native"
 
     def init_backend(self) -> None:
         """Install hooks, attention and sampler; SGLang calls this once per worker, after the hooks of plugins."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
         register_attention_backend(ATTENTION_BACKEND)(_make_attention)
-        register_attention_backend(EXACT_ATTENTION_BACKEND)(_make_exact_attention)
-        # SGLang forces sampling_backend=pytorch on a CPU, so the seeded sampler is registered under that name.
-        _register_sampler()
-        source = HookSource(plugin_name=PLATFORM_NAME, dist_name="parity-rl")
-        HookRegistry.register(_SEED_HOOK_TARGET, attach_seeds, HookType.AFTER, source=source)
-        HookRegistry.register(_LAST_SLOT_HOOK_TARGET, last_slots, HookType.REPLACE, source=source)
-        HookRegistry.apply_hooks()
+        install_exact()
+
+
+def install_exact() -> None:
+    """Register the exact attention, the seeded sampler and its hooks. On a GPU `rollout/sglang/launch.py` calls it for
+    rollout.exact=true, in every process of the server: not yet run on a GPU."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    register_attention_backend(EXACT_ATTENTION_BACKEND)(_make_exact_attention)
+    # SGLang forces sampling_backend=pytorch on a CPU, so the seeded sampler is registered under that name.
+    _register_sampler()
+    source = HookSource(plugin_name=PLATFORM_NAME, dist_name="parity-rl")
+    HookRegistry.register(_SEED_HOOK_TARGET, attach_seeds, HookType.AFTER, source=source)
+    HookRegistry.register(_LAST_SLOT_HOOK_TARGET, last_slots, HookType.REPLACE, source=source)
+    HookRegistry.apply_hooks()
 
 
 def attach_seeds(info: SamplingBatchInfo, _cls: type, batch: ScheduleBatch, *_args: Any, **_kwargs: Any) -> None:
@@ -77,7 +83,7 @@ def attach_seeds(info: SamplingBatchInfo, _cls: type, batch: ScheduleBatch, *_ar
     SGLang keeps the field when it filters and merges batches.
     """
     info.sampling_seed = torch.tensor(
-        [request.sampling_params.sampling_seed or 0 for request in batch.reqs], dtype=torch.int64
+        [request.sampling_params.sampling_seed or 0 for request in batch.reqs], dtype=torch.int64, device=batch.device
     )
 
 
@@ -116,7 +122,7 @@ def _make_exact_attention(model_runner: Any) -> Any:
     """The same for `rollout.exact`; the model computes in exact arithmetic from then on."""
     from rollout.sglang.cpu.exact import ExactAttention
 
-    return ExactAttention(model_runner, platform_key=DISPATCH_KEY)
+    return ExactAttention(model_runner)
 
 
 def _register_sampler() -> None:
