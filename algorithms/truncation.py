@@ -6,8 +6,9 @@ for the same token is the policy that sampled, so truncated sampling is on-polic
 because it changes at single points of the weights only. A policy that is scored on the whole vocabulary is another
 one: its log-probs lack -log sum_{j in S} p(j), and its gradient is biased.
 
-Sources: top-k, Fan et al., arXiv:1805.04833, section 5.2; top-p, Holtzman et al., arXiv:1904.09751, section 3.1; min-p,
-Nguyen et al., arXiv:2407.01082, section 3. B: rows, V: vocabulary.
+Sources: the support in training ("Keep Sampling Mask"), DeepSeek-V3.2, arXiv:2512.02556, section 3.1; top-k, Fan et
+al., arXiv:1805.04833, section 5.2; top-p, Holtzman et al., arXiv:1904.09751, section 3.1; min-p, Nguyen et al.,
+arXiv:2407.01082, section 3. B: rows, V: vocabulary.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.config import TorchEngineConfig
 from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError, request_problem
+from rollout.exact.gpu import use_batch_invariant_kernels
 from rollout.exact.layers import make_exact
 from rollout.torch.decode_loop import DecodeLoop
 from rollout.torch.kv_cache import SLOT_ATTENTION
@@ -101,7 +102,9 @@ class TorchEngine(Engine):
         if self._config.exact:
             try:
                 make_exact(model)
-            except ValueError as error:
+                if self._device.type == "cuda":
+                    use_batch_invariant_kernels()
+            except (ValueError, RuntimeError) as error:
                 raise EngineError(f"{self._name} start: {model_path}: {error}") from error
         else:
             use_fast_products(model)

@@ -235,7 +235,7 @@ def _exact_sglang_problems(config: TrainConfig, rollout: SGLangConfig) -> Iterat
 
 
 SGLANG_SUPPORT = 4096
-"""Largest support that SGLang returns of a token: the default of its --sampling-mask-max-tokens."""
+"""Largest support that SGLang 0.5.23 returns of a token, which needs such a top_k: --sampling-mask-max-tokens."""
 
 
 def truncation_problems(config: TrainConfig) -> Iterator[Problem]:
