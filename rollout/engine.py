@@ -208,7 +208,7 @@ def whole_response(request: GenerateRequest, rest: Generation) -> Generation:
         token_versions=begun.token_versions + rest.token_versions,
         finish_reason=rest.finish_reason,
         shared_prompt_tokens=min(rest.shared_prompt_tokens, len(request.prompt_token_ids)),
-        supports=joined([begun.supports_or_none, rest.supports_or_none]) if request.sampling.with_supports else None,
+        supports=joined([begun.supports_or_empty, rest.supports_or_empty]) if request.sampling.with_supports else None,
     )
 
 

@@ -121,7 +121,7 @@ class Generation:
     """[R] the support of each token, where the request asks for it."""
 
     @property
-    def supports_or_none(self) -> Supports:
+    def supports_or_empty(self) -> Supports:
         """[R] the support of each token, of size 0 where the engine returned none."""
         return no_supports(len(self.token_ids)) if self.supports is None else self.supports
 

@@ -147,7 +147,7 @@ class RunningEpisode:
         self.token_ids += generation.token_ids
         self.token_versions += generation.token_versions
         self.sampled += [True] * len(generation.token_ids)
-        self.supports.append(generation.supports_or_none)
+        self.supports.append(generation.supports_or_empty)
         known = self.logprobs is not None and generation.logprobs is not None
         self.logprobs = [*(self.logprobs or ()), *(generation.logprobs or ())] if known else None
         if self.num_turns == 0:

@@ -15,13 +15,14 @@ pytestmark = pytest.mark.slow
 RUN = (
     "model.num_steps=400", "tracking.wandb=disabled", "eval.max_prompts=32", "rollout=torch", "run.num_steps=2",
     "eval.every=0", "batch.prompts_per_step=8", "dump.every=1", "checkpoint.every=2", "rollout.quantization=int4",
+    "sampling.top_p=0.95",
 )  # fmt: skip
+"""What truncation kept is in the bundle, so truncation explains nothing."""
 
 
-@pytest.mark.parametrize("sampling", [(), ("sampling.top_p=0.95",)], ids=["", "truncated"])
-def test_a_run_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str], sampling: tuple[str, ...]) -> None:
+def test_a_run_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
-    assert run(["train", "arithmetic_grpo", *RUN, *sampling, f"run.dir={run_dir}"]) == 0
+    assert run(["train", "arithmetic_grpo", *RUN, f"run.dir={run_dir}"]) == 0
     before = (run_dir / "metrics.jsonl").read_text()
     for words in (["step=1"], []):  # the first weights are those of the model; then from the checkpoint
         assert run(["diagnose", str(run_dir), *words]) == 0

@@ -46,22 +46,12 @@ def test_the_modes_become_one(tmp_path: Path) -> None:
 
 @pytest.mark.sglang
 def test_a_server_has_the_bits_of_the_trainer(tmp_path: Path) -> None:
-    """With truncated sampling; the modes become one here too."""
-    own = ("rollout=sglang", "sampling.top_k=20", "sampling.top_p=0.95")
-    first, *others = [
-        trained(tmp_path / mode, f"correction={mode}", *BFLOAT16, *own) for mode in ("recompute", "bypass")
-    ]
-    for end in others:
-        assert end.keys() == first.keys() and all(bool((end[name] == first[name]).all()) for name in first)
-
-
-def test_truncated_sampling_keeps_the_bits(tmp_path: Path) -> None:
-    """The trainer scores every token among those that the engine kept; the base model is sure of most tokens."""
-    trained(tmp_path / "run", *FLOAT32, "sampling.top_p=0.95", "sampling.min_p=0.01")
-    rows = metrics_of(tmp_path / "run")
-    assert all(1 < size < 20 for size in column(rows, "rollout/support_size_mean"))
+    trained(tmp_path / "run", *BFLOAT16, "rollout=sglang", "sampling.top_k=20", "sampling.top_p=0.95")
 
 
 def test_engines_adapters_and_checkpointed_layers_keep_the_bits(tmp_path: Path) -> None:
+    """With truncated sampling: the base model is sure of most tokens, so few are kept."""
     several = ("rollout.num_engines=2", "policy.activation_checkpoint_every=1", "sampling.temperature=0.7")
-    trained(tmp_path / "run", *BFLOAT16, *several, "policy.lora.rank=8", "optim.lr=1e-3")
+    truncation = ("sampling.top_p=0.95", "sampling.min_p=0.01")
+    trained(tmp_path / "run", *BFLOAT16, *several, *truncation, "policy.lora.rank=8", "optim.lr=1e-3")
+    assert all(1 < size < 20 for size in column(metrics_of(tmp_path / "run"), "rollout/support_size_mean"))
