@@ -46,9 +46,13 @@ def kept_tokens(probs: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     kept = (rank < top_k[:, None]) & (before <= top_p[:, None]) & (ordered >= ordered[:, :1] * min_p[:, None])
     count = kept.sum(-1, keepdim=True).clamp_min(1)
     least = ordered.gather(-1, count - 1)
-    above, equal = probs > least, probs == least
-    room = count - above.sum(-1, keepdim=True)
-    return above | (equal & (equal.cumsum(-1) <= room)) | least.isnan()
+    found = (probs > least) | least.isnan()
+    room = count[:, 0] - (ordered > least).sum(-1)
+    row, token = (probs == least).nonzero().unbind(-1)  # few, and the lower ids of a row come first
+    place = torch.arange(len(row), device=probs.device) - torch.searchsorted(row, row)
+    fits = place < room[row]
+    found[row[fits], token[fits]] = True
+    return found
 
 
 def _most_probable(probs: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -155,9 +155,11 @@ def _register_sampler() -> None:
             rows = sampling_info.sampling_mask_batch_indices
             if rows is None:
                 return tokens, None
-            # What has a weight is the support; SGLang reads the rest from it.
+            # What has a weight is the support. Without ids SGLang would put thousands of weights of every row in order.
+            captured = probs if len(rows) == len(probs) else probs[rows]
+            weights, token_ids = captured.topk(int((captured > 0).sum(-1).max()))
             return tokens, _SamplingMaskCapture(
-                weights=probs[rows], token_ids=None, selected_weight=None, batch_rows=rows
+                weights=weights, token_ids=token_ids.to(torch.int32), selected_weight=None, batch_rows=rows
             )
 
     register_sampler_backend("pytorch", SeededSampler)
