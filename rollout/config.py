@@ -46,7 +46,7 @@ class EngineConfig(Checked):
     quantisation with correction=tis or correction=mis."""
     exact: bool = False
     """Compute every token in the same arithmetic in the engine and in the trainer: their log-probs are equal in every
-    bit, and K3 is 0. For engines on a CPU."""
+    bit, and K3 is 0. On GPUs not yet run."""
     gpus_per_engine: float = ruled(0.0, at_least(0))
     """Ray GPUs reserved per rollout worker, in sum; 0 on a CPU-only machine. An engine that shares its GPUs with ranks
     takes the same part of each: with rollout.engine_args.tp_size=4, 2 means half of each of 4 GPUs."""
@@ -138,6 +138,8 @@ class PauseMode(Enum):
 
 SGLANG_REMEDY = 'make setup in the checkout, or pip install -e ".[sglang]" there, or use rollout=torch'
 """Remedy if SGLang is not installed."""
+MAX_REPLY_BYTES = 64 << 20
+"""Size at which a reply of a server is given up. A token takes about 60 bytes, and 7 per kept token of its support."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of hosts that only this machine can reach."""
 
@@ -277,11 +279,11 @@ class SamplingConfig(Checked):
     max_new_tokens: int = ruled(1024, at_least(1))
     """Upper bound on the tokens of a response."""
     top_p: float = ruled(1.0, TOP_P)
-    """Mass of the most probable tokens from which is drawn; 1 draws from all. Vetted: 1.0."""
+    """Tokens are drawn from the most probable ones, up to this mass; 1 draws from all. Vetted: 1.0."""
     top_k: int = ruled(-1, TOP_K)
-    """Number of the most probable tokens from which is drawn; -1 draws from all. Vetted: -1."""
+    """Tokens are drawn from so many of the most probable ones; -1 draws from all. Vetted: -1."""
     min_p: float = ruled(0.0, MIN_P)
-    """Smallest probability of a token that is drawn, as a share of the largest one; 0 draws from all. Vetted: 0."""
+    """Smallest probability of a token that is drawn, as a share of the largest one; 0 draws from all. Vetted: 0.0."""
 
     @property
     def truncation(self) -> list[float]:

@@ -61,9 +61,9 @@ class SamplingParams:
     seed: int
     """Unique per sample, non-negative, < 2**31; derived from (run seed, step, prompt id, sample index)."""
     top_p: float = 1.0
-    """Mass of the most probable tokens from which is drawn; 1 for all."""
+    """Tokens are drawn from the most probable ones, up to this mass; 1 for all."""
     top_k: int = -1
-    """Number of the most probable tokens from which is drawn; -1 for all."""
+    """Tokens are drawn from so many of the most probable ones; -1 for all."""
     min_p: float = 0.0
     """Smallest probability of a token that is drawn, as a share of the largest one; 0 for all."""
     with_supports: bool = False

@@ -7,12 +7,15 @@ blocks of keys, one log-softmax, norms and activations of single operators.
 
 from __future__ import annotations
 
+import os
+
 
 def use_batch_invariant_kernels() -> None:
     """Have torch.mm, addmm, bmm and mean on a GPU use SGLang's kernels, in this process from now on.
 
-    Raises RuntimeError without SGLang.
+    Products of float32 are then those of float32, not of TF32. Raises RuntimeError without SGLang.
     """
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"  # Triton reads it when it compiles a kernel
     try:
         from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode
     except ImportError as error:

@@ -17,14 +17,11 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from rollout.config import LOOPBACK
+from rollout.config import LOOPBACK, MAX_REPLY_BYTES
 
 HOST = "127.0.0.1"
 SHOWN_REPLY_CHARS = 2000
 """Number of characters of the server's reply in an error."""
-MAX_REPLY_BYTES = 64 << 20
-"""Size at which a reply is given up: a sample takes about 60 bytes per token, so this is a million tokens."""
-
 ADMIN_ROUTES = frozenset({
     "/abort_request", "/begin_weight_update", "/continue_generation", "/end_weight_update", "/flush_cache",
     "/freeze_gc", "/load_lora_adapter_from_tensors", "/pause_generation", "/release_memory_occupation",

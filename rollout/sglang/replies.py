@@ -1,7 +1,8 @@
 """SGLang's wire format of a sample: GenerateRequest -> body of /generate; reply -> Generation.
 
 A reply that contradicts itself or the request raises ReplyError. A reply with valid tokens and missing, too few or
-non-numeric log-probs is passed on unchanged; `rollout/collect/filters.py` drops and counts it.
+non-numeric log-probs, or without the supports that were asked for, is passed on unchanged; `rollout/collect/filters.py`
+drops and counts it.
 """
 
 from __future__ import annotations
@@ -70,9 +71,13 @@ def generation_of(
         )
     logprobs, supports = _logprobs(meta, token_ids), None
     if request.sampling.with_supports and token_ids:
-        # The server's usual log-probs are those of the whole vocabulary.
-        logprobs = _as_floats(_field(meta, "output_token_sampling_logprobs"))
-        supports = supports_of(_field(meta, "output_token_sampling_mask"))
+        kept = meta.get("output_token_sampling_mask")
+        if kept is not None:
+            # The server's usual log-probs are those of the whole vocabulary.
+            logprobs, supports = _as_floats(_field(meta, "output_token_sampling_logprobs")), supports_of(kept)
+        elif finish_reason is FinishReason.abort:
+            # SGLang leaves them out for a request that it aborts in its queue; without them no token can be resumed.
+            return Generation(token_ids=[], logprobs=[], token_versions=[], finish_reason=finish_reason)
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,

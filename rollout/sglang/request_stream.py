@@ -255,7 +255,8 @@ class RequestStream:
 
         If it fails, each job computes the prompt, or fails for the same reason.
         """
-        body = group[0].body
+        # SGLang gives a request up, with its prompt, that wants the kept tokens of no token.
+        body = {name: value for name, value in group[0].body.items() if name != "return_sampling_mask"}
         sampling = {**body["sampling_params"], "max_new_tokens": 0}
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -203,6 +203,13 @@ def test_greedy_truncated_and_free_requests_share_a_batch(served: Served) -> Non
             context.append(token)
 
 
+def test_a_shared_prompt_is_read_once_with_truncated_sampling_too(served: Served) -> None:
+    requests = make_requests([list(range(3, 43))], num_samples=4)
+    narrow = [replace(r, sampling=replace(r.sampling, top_k=5, with_supports=True)) for r in requests]
+    shared = [generation.shared_prompt_tokens for generation in served.engine.generate(narrow)]
+    assert min(shared) >= 39, "the server must find the prompt in its cache"
+
+
 def test_requests_that_cannot_be_served_are_refused_and_the_engine_goes_on(served: Served) -> None:
     (request,) = make_requests(PROMPTS[:1])
     long = replace(request, sampling=replace(request.sampling, max_new_tokens=510 - 7))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from algorithms.config.rules import ConfigError
+from rollout.collect.filters import invalid_reason
 from rollout.config import SGLangConfig
 from rollout.sglang.replies import ReplyError, body_of, generation_of
 from rollout.supports import supports_of
@@ -50,8 +51,13 @@ def test_of_truncated_sampling_the_supports_and_the_log_probs_among_them_are_rea
     generation = generation_of(request, reply, vocab_size=67, sent_version=2, newest_version=3)
     assert generation.supports == supports_of([[9, 4], [5]])
     assert generation.logprobs is not None and generation.logprobs[0] == -0.25 and math.isnan(generation.logprobs[1])
-    with pytest.raises(ReplyError, match="the reply has no output_token_sampling_logprobs"):
-        generation_of(request, reply_of([4]), vocab_size=67, sent_version=2, newest_version=3)
+    # SGLang leaves them out for a request that it aborts in its queue: such tokens cannot be resumed.
+    aborted = generation_of(request, reply_of([4]), vocab_size=67, sent_version=2, newest_version=3)
+    assert (aborted.token_ids, aborted.finish_reason) == ([], FinishReason.abort)
+    ended = reply_of([4], finish_reason={"type": "stop"})
+    without = generation_of(request, ended, vocab_size=67, sent_version=2, newest_version=3)
+    reason = invalid_reason(request, without, policy_version=2)
+    assert reason is not None and reason.name == "bad_support"
 
 
 def test_versions_come_from_the_spans_token_by_token() -> None:

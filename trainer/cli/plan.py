@@ -101,7 +101,9 @@ def _engines(config: TrainConfig) -> str:
     grid = rollout.quantization
     quantised = "" if grid is Quantization.none else f", weights quantised to {grid.name} at every sync"
     exact = ", the bits of the trainer" if rollout.exact else ""
-    return f"{rollout.kind}, {rollout.dtype.name}{quantised}{exact}"
+    limits = ", ".join(f"{name}={getattr(config.sampling, name):g}" for name in ("top_p", "top_k", "min_p"))
+    truncated = f", truncated sampling ({limits})" if config.sampling.is_truncated else ""
+    return f"{rollout.kind}, {rollout.dtype.name}{quantised}{exact}{truncated}"
 
 
 def _resume(config: TrainConfig, run_dir: Path) -> str:

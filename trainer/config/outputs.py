@@ -46,9 +46,9 @@ class EvalConfig(Checked):
     max_new_tokens: int | None = ruled(None, at_least(1))
     """Upper bound on the tokens of a response; null means sampling.max_new_tokens."""
     top_p: float | None = ruled(None, TOP_P)
-    """Mass of the most probable tokens from which is drawn; null means sampling.top_p. DAPO evaluates at 0.7."""
+    """Tokens are drawn from the most probable ones, up to this mass; null means sampling.top_p. DAPO: 0.7."""
     top_k: int | None = ruled(None, TOP_K)
-    """Number of the most probable tokens from which is drawn, -1 for all; null means sampling.top_k."""
+    """Tokens are drawn from so many of the most probable ones, -1 for all; null means sampling.top_k."""
     min_p: float | None = ruled(None, MIN_P)
     """Smallest probability of a token that is drawn, as a share of the largest one; null means sampling.min_p."""
     sets: dict[str, str] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class DumpConfig(Checked):
     """Number of rollout steps between dumps of a batch; 0 writes no dump."""
     keep: int = ruled(4, at_least(1), remedy="dump.every=0 writes none.")
     """Number of newest dumps kept on disk; a dump takes 21 to 41 bytes per response token, 5 bytes per prompt token
-    and, with truncated sampling, 4 bytes per kept token."""
+    and, with truncated sampling, 4 bytes more per response token and per kept token."""
 
     def is_due(self, step: int) -> bool:
         """True if the batch of rollout step `step` (1-based) is dumped."""

@@ -152,7 +152,8 @@ class Scorer:
 
     def _check(self, models: Sequence[Path]) -> None:
         """Raise OtherWeightsError if a model cannot be meant."""
-        tokens = torch.cat([*self.evidence.prompts, *self.evidence.responses])
+        kept = [] if self.evidence.supports is None else [self.evidence.supports.token_ids]
+        tokens = torch.cat([*self.evidence.prompts, *self.evidence.responses, *kept])
         embeddings: Any = self._model(Body()).get_input_embeddings()
         vocabulary = len(embeddings.weight)
         if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:

@@ -167,6 +167,8 @@ def _problems(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Ite
         yield "support_sizes must be at least 0"
     elif of_supports is not None:
         sizes.append((OF_SUPPORTS, int(of_supports.sum(dtype=torch.int64)), "sum of support_sizes"))
+        if len(tensors["support_ids"]) and int(tensors["support_ids"].min()) < 0:
+            yield "support_ids must be at least 0"
     for names, wanted, of in sizes:
         for name in names:
             if name in tensors and tensors[name].dim() == 1 and len(tensors[name]) != wanted:

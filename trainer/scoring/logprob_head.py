@@ -216,7 +216,8 @@ def _score_block(logits: Tensor, targets: Tensor, statistics: Tensor, *, tempera
     z, exps = scratch[:, : logits.shape[0]].unbind()
     z.copy_(logits)
     if temperature != 1:
-        z.div_(temperature)
+        # On a GPU torch multiplies with the reciprocal of a Python number; the engine divides by a tensor.
+        z.div_(torch.full((), temperature, dtype=z.dtype, device=z.device) if z.is_cuda else temperature)
     torch.amax(z, dim=-1, keepdim=True, out=maximum)
     z.sub_(maximum)
     torch.exp(z, out=exps)

@@ -42,6 +42,10 @@ KNOWN = (LinearBase, RMSNorm, SiluAndMul, RotaryEmbedding, VocabParallelEmbeddin
 """Modules that have an exact form, or compute nothing."""
 
 
+HELD_NUMBERS = 1 << 23
+"""Bound on the keys that are gathered at a time, 32 MiB in float32; a single sequence may have more."""
+
+
 class ExactAttention(BatchedAttention):
     """Attention over SGLang's cache with the bits of the trainer, in prefill and in decoding alike."""
 
@@ -50,6 +54,7 @@ class ExactAttention(BatchedAttention):
         make_exact(model_runner.model)
         if torch.device(self.device).type == "cuda":
             use_batch_invariant_kernels()
+            _use_plain_operators(model_runner.model)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Nothing is planned for all layers."""
@@ -68,7 +73,10 @@ class ExactAttention(BatchedAttention):
         self._store(k, v, layer, forward_batch, save_kv_cache=save_kv_cache)
         query = q.reshape(-1, layer.tp_q_head_num, 1, layer.qk_head_dim)
         last = forward_batch.seq_lens.to(torch.int64) - 1
-        return self._attend(query, layer, forward_batch.req_pool_indices, last[:, None]).flatten(1)
+        out = query.new_empty(len(query), 1, layer.tp_q_head_num, layer.qk_head_dim)
+        for rows in _of_similar_length(last, numbers=layer.tp_k_head_num * layer.qk_head_dim):
+            out[rows] = self._attend(query[rows], layer, forward_batch.req_pool_indices[rows], last[rows, None])
+        return out.flatten(1)
 
     def forward_extend(
         self,
@@ -161,6 +169,20 @@ def exact_support_logprobs(scaled: Tensor, tokens: Tensor, support_ids: Tensor, 
     return exact_logprobs(scaled.masked_fill(~kept, CUT_LOGIT), tokens)
 
 
+def _of_similar_length(last: Tensor, *, numbers: int) -> Iterator[Tensor]:
+    """Yield indices of sequences, longest first, whose keys and values are gathered at a time.
+
+    `last` [B] are the positions of their last tokens, `numbers` those of a key. A row does not depend on its company.
+    """
+    order = last.argsort(descending=True)
+    begin = 0
+    while begin < len(order):
+        columns = num_columns(int(last[order[begin]]) + 1)
+        end = begin + max(1, HELD_NUMBERS // (columns * numbers))
+        yield order[begin:end]
+        begin = end
+
+
 def _problems(model: nn.Module) -> Iterator[str]:
     """Yield the class of everything that computes in a way of which nothing is known."""
     for module in model.modules():
@@ -169,6 +191,20 @@ def _problems(model: nn.Module) -> Iterator[str]:
         owns = next(iter(module.parameters(recurse=False)), None) is not None
         if (owns or isinstance(module, BaseFusedOp)) and not isinstance(module, KNOWN):
             yield type(module).__name__
+
+
+def _use_plain_operators(model: nn.Module) -> None:
+    """On a GPU: norms of queries and keys one by one, and rotary embeddings made as transformers makes them."""
+    from sglang.srt.models import utils
+
+    utils.can_use_fused_inplace_qknorm = lambda *_: False
+    found: list[Any] = [module for module in model.modules() if type(module) is RotaryEmbedding]
+    for module in found:
+        with torch.device("cpu"):  # SGLang takes the powers on the GPU, with other last bits
+            frequencies = module._compute_inv_freq(module.base)
+        cache = module.cos_sin_cache
+        angles = torch.outer(torch.arange(len(cache), device=cache.device).float(), frequencies.to(cache.device))
+        module.cos_sin_cache = torch.cat([angles.cos(), angles.sin()], dim=-1).to(cache.dtype)
 
 
 def _rms_norm(
