@@ -264,7 +264,7 @@ def test_configs_of_truncation() -> None:
     assert config_of("rollout=torch", "sampling.top_p=0.9").sampling.truncation == [0.9, -1, 0.0]
     assert config_of("rollout=sglang", "sampling.top_p=0.9", "sampling.top_k=50").sampling.is_truncated
     text = " ".join(messages("rollout=sglang", "sampling.min_p=0.1"))
-    assert "sampling.top_k must be 2 to 2048 with truncated sampling and rollout=sglang" in text
+    assert "sampling.top_k must be 2 to 2048 with truncated sampling (sampling.top_p, sampling.min_p) and roll" in text
     text = " ".join(messages("rollout=sglang", "sampling.top_k=2000", "sampling.max_new_tokens=8192", TOKENS))
     assert "sampling.top_k must be 2 to 1170 with truncated sampling" in text and "Set sampling.top_k=256" in text
     assert "sampling.top_k must be >= 2, or -1" in " ".join(messages("rollout=torch", "sampling.top_k=1"))

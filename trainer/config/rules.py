@@ -227,7 +227,7 @@ def _exact_sglang_problems(config: TrainConfig, rollout: SGLangConfig) -> Iterat
     if rollout.tp_size > 1:
         rule = "must be 1 with rollout.exact=true: ranks would add up their parts in an order of their own"
         yield Problem(key="rollout.engine_args.tp_size", rule=rule, value=rollout.tp_size, remedy="Remove it.")
-    for name in INEXACT_ENGINE_ARGS & rollout.engine_args.keys():
+    for name in sorted(INEXACT_ENGINE_ARGS & rollout.engine_args.keys()):
         key, value = f"rollout.engine_args.{name}", rollout.engine_args[name]
         rule = "must not be set with rollout.exact=true: Parity decides what the server computes with"
         yield Problem(key=key, rule=rule, value=value, remedy="Remove it, or set rollout.exact=false.")
@@ -257,10 +257,8 @@ def truncation_problems(config: TrainConfig) -> Iterator[Problem]:
         return
     fitting = min(MOST_KEPT, MAX_REPLY_BYTES // (KEPT_TOKEN_BYTES * sampling.max_new_tokens))
     if not 2 <= sampling.top_k <= fitting:
-        rule = (
-            f"must be 2 to {fitting} with truncated sampling and rollout=sglang: a server returns the ids of so many "
-        )
-        rule += f"kept tokens for each of sampling.max_new_tokens={sampling.max_new_tokens} tokens"
+        rule = f"must be 2 to {fitting} with truncated sampling (sampling.top_p, sampling.min_p) and rollout=sglang: a "
+        rule += f"server returns so many kept tokens for each of sampling.max_new_tokens={sampling.max_new_tokens}"
         remedy = f"Set sampling.top_k={min(256, fitting)}, remove sampling.top_p and min_p, or use rollout=torch."
         yield config.broken("sampling.top_k", rule, remedy)
 
