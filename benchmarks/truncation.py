@@ -18,7 +18,7 @@ from exact import train
 
 ROWS = {
     "torch": ((), ("top_k=50",), ("top_p=0.95",), ("top_p=0.95", "min_p=0.05")),
-    "sglang": ((), ("top_k=50",), ("top_k=4096", "top_p=0.95")),
+    "sglang": ((), ("top_k=50",), ("top_k=256", "top_p=0.95")),
 }
 """Engine -> keys of `sampling` of each row."""
 
