@@ -19,8 +19,8 @@ EXACT = (
     "batch.mini_batch_prompts=null", "batch.max_tokens_per_microbatch=512",
 )  # fmt: skip
 """Two ranks, several micro-batches each, one optimizer step per rollout; a base model that is right now and then."""
-CORRECTIONS = ("recompute", "bypass")
-"""One whose ratio is against pi_old, one against mu: benchmarks/exact.py runs all six."""
+CORRECTIONS = ("recompute", "vanilla_is", "bypass")
+"""One that compares with pi_old, one with the policy in the loss, one with mu: benchmarks/exact.py runs all six."""
 FLOAT32 = ("policy.dtype=float32", "rollout.dtype=float32")
 BFLOAT16 = ("policy.dtype=bfloat16", "rollout.dtype=bfloat16")
 
