@@ -41,6 +41,14 @@ class Supports:
         inside: NDArray[np.bool_] = np.bincount(owner[found], minlength=len(self.sizes)) > 0
         return inside
 
+    def problem(self, token_ids: Sequence[int] | NDArray[np.int64], sampled: NDArray[np.bool_]) -> str:
+        """Reason why these are not the supports of the tokens [T], of which the `sampled` ones were drawn; "" without."""
+        if len(self) != len(token_ids):
+            return f"{len(self)} supports of {len(token_ids)} tokens"
+        if (self.sizes[~sampled] > 0).any():
+            return "a token that was not sampled has a support"
+        return "" if self.contain(token_ids)[sampled].all() else "a token is not in its own support"
+
 
 def no_supports(num_tokens: int) -> Supports:
     """The supports of tokens that were not sampled, or from the whole vocabulary."""

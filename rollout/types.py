@@ -200,20 +200,8 @@ class Sample:
                 f"sample {self.prompt_id}/{self.sample_index}: log-prob {self.rollout_logprobs[token]} "
                 f"of token {token} is not a log-probability"
             )
-        if self.supports is not None:
-            self._check_supports(self.supports)
-
-    def _check_supports(self, supports: Supports) -> None:
-        """Raise ValueError unless every response token, and no other one, is in its own support."""
-        if len(supports) != len(self.token_ids):
-            wrong = f"{len(supports)} supports of {len(self.token_ids)} tokens"
-        elif (supports.sizes[~self.response_mask] > 0).any():
-            wrong = "a token that was not sampled has a support"
-        elif not supports.contain(self.token_ids)[self.response_mask].all():
-            wrong = "a token is not in its own support"
-        else:
-            return
-        raise ValueError(f"sample {self.prompt_id}/{self.sample_index}: {wrong}")
+        if self.supports is not None and (problem := self.supports.problem(self.token_ids, self.response_mask)):
+            raise ValueError(f"sample {self.prompt_id}/{self.sample_index}: {problem}")
 
     def __eq__(self, other: object) -> bool:
         """True if all fields are equal, number by number."""

@@ -69,11 +69,11 @@ def invalid_reason(
 
 def _has_supports(generation: Generation) -> bool:
     """True if every sampled token, and no other one, has a support and is in it."""
-    supports = generation.supports
-    if supports is None or len(supports) != len(generation.token_ids):
+    if generation.supports is None:
         return False
-    sampled = np.ones(len(supports), np.bool_) if generation.sampled is None else np.array(generation.sampled)
-    return bool(supports.contain(generation.token_ids)[sampled].all() and not supports.sizes[~sampled].any())
+    count = len(generation.token_ids)
+    sampled = np.ones(count, np.bool_) if generation.sampled is None else np.array(generation.sampled)
+    return not generation.supports.problem(generation.token_ids, sampled)
 
 
 class DropReason(Enum):

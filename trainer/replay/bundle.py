@@ -153,22 +153,20 @@ def _problems(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Ite
         (OF_TOKENS, int(lengths.sum(dtype=torch.int64)), "sum of lengths"),
         (OF_RESPONSES, len(lengths), "number of lengths"),
     ]
-    of_prompts = tensors.get("prompt_lengths")
-    if (of_prompts is None) != ("prompt_ids" not in tensors):
-        yield "prompt_lengths and prompt_ids belong together: one of them is missing"
-    elif of_prompts is not None and len(of_prompts) and int(of_prompts.min()) < 1:
-        yield "prompt_lengths must be at least 1"
-    elif of_prompts is not None:
-        sizes.append((OF_PROMPTS, int(of_prompts.sum(dtype=torch.int64)), "sum of prompt_lengths"))
-    of_supports = tensors.get("support_sizes")
-    if (of_supports is None) != ("support_ids" not in tensors):
-        yield "support_sizes and support_ids belong together: one of them is missing"
-    elif of_supports is not None and len(of_supports) and int(of_supports.min()) < 0:
-        yield "support_sizes must be at least 0"
-    elif of_supports is not None:
-        sizes.append((OF_SUPPORTS, int(of_supports.sum(dtype=torch.int64)), "sum of support_sizes"))
-        if len(tensors["support_ids"]) and int(tensors["support_ids"].min()) < 0:
-            yield "support_ids must be at least 0"
+    for counts_name, ids_name, least, kinds in (
+        ("prompt_lengths", "prompt_ids", 1, OF_PROMPTS),
+        ("support_sizes", "support_ids", 0, OF_SUPPORTS),
+    ):
+        counts = tensors.get(counts_name)
+        if (counts is None) != (ids_name not in tensors):
+            yield f"{counts_name} and {ids_name} belong together: one of them is missing"
+        elif counts is not None and len(counts) and int(counts.min()) < least:
+            yield f"{counts_name} must be at least {least}"
+        elif counts is not None:
+            sizes.append((kinds, int(counts.sum(dtype=torch.int64)), f"sum of {counts_name}"))
+    kept = tensors.get("support_ids")
+    if kept is not None and len(kept) and int(kept.min()) < 0:
+        yield "support_ids must be at least 0"
     for names, wanted, of in sizes:
         for name in names:
             if name in tensors and tensors[name].dim() == 1 and len(tensors[name]) != wanted:

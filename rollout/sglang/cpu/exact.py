@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 KNOWN = (LinearBase, RMSNorm, SiluAndMul, RotaryEmbedding, VocabParallelEmbedding, LogitsProcessor, RadixAttention)
 """Modules that have an exact form, or compute nothing."""
-
-
 HELD_NUMBERS = 1 << 23
 """Bound on the keys that are gathered at a time, 32 MiB in float32; a single sequence may have more."""
 

@@ -135,12 +135,12 @@ def _register_sampler() -> None:
             self, logits_output: Any, sampling_info: SamplingBatchInfo, return_logprob: bool, *args: Any, **kwargs: Any
         ) -> torch.Tensor:
             is_exact = get_exec().kernel.attention_backend == EXACT_ATTENTION_BACKEND
-            if not is_exact or sampling_info.is_all_greedy or not return_logprob:
-                tokens: torch.Tensor = super().forward(logits_output, sampling_info, return_logprob, *args, **kwargs)
-                return tokens
-            scaled = logits_output.next_token_logits.float() / sampling_info.temperatures  # SGLang overwrites them
-            tokens = super().forward(logits_output, sampling_info, return_logprob, *args, **kwargs)
-            use_exact_logprobs(logits_output, scaled, tokens, sampling_info.sampling_mask_batch_indices)
+            scaled = None
+            if is_exact and return_logprob and not sampling_info.is_all_greedy:
+                scaled = logits_output.next_token_logits.float() / sampling_info.temperatures  # SGLang overwrites them
+            tokens: torch.Tensor = super().forward(logits_output, sampling_info, return_logprob, *args, **kwargs)
+            if scaled is not None:
+                use_exact_logprobs(logits_output, scaled, tokens, sampling_info.sampling_mask_batch_indices)
             return tokens
 
         def _sample_from_probs(
