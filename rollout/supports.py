@@ -42,7 +42,7 @@ class Supports:
         return inside
 
     def problem(self, token_ids: Sequence[int] | NDArray[np.int64], sampled: NDArray[np.bool_]) -> str:
-        """Reason why these are not the supports of the tokens [T], of which the `sampled` ones were drawn; "" without."""
+        """Reason why these are not the supports of the tokens [T], `sampled` [T] of which were drawn; else ""."""
         if len(self) != len(token_ids):
             return f"{len(self)} supports of {len(token_ids)} tokens"
         if (self.sizes[~sampled] > 0).any():
