@@ -142,7 +142,8 @@ def test_a_receiver_that_dies_in_a_broadcast_is_replaced_and_received_from_again
     sides: tuple[PolicyGroup, EngineGroup], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, engines = sides
-    version = max(held_versions(engines)) + 1
+    version = max(held_versions(engines)) + 2
+    sync_weights(policy, engines, policy_version=version - 1)  # forms the group that the receiver dies in
     receiver = engines._members[0].processes[0].pid
     os.kill(receiver, signal.SIGSTOP)
 

@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from rollout.config import DType, SGLangConfig
 from rollout.engine import wait_for
 from rollout.sglang.cpu.platform import PLATFORM_NAME
 from rollout.sglang.engine import SGLangEngine
-from rollout.types import GenerateRequest, SamplingParams
+from rollout.types import Completion, GenerateRequest, SamplingParams
 from trainer.scoring.exact_attention import EXACT_ATTENTION
 from trainer.scoring.forward import ScoringModel
 
@@ -78,11 +77,15 @@ def test_trainer_and_server_have_the_same_bits(tmp_path: Path, model_type: str, 
         assert make_sample(asked[0], alone[0]) == first[0]
         assert differing(trainers[1], first, size=7)[1] > tokens / 2, "other weights would not be seen"
         long = requests(longest=400)
+        shortest = min(range(len(long)), key=lambda ticket: long[ticket].sampling.max_new_tokens)
         engine.submit(range(len(long)), long)
-        time.sleep(1.0)
+        ended: list[Completion] = []
+        wait_for([shortest], engine.poll, others=ended)  # its end says that the others are in their middle
         engine.load_weights(pack(models[1].named_parameters(), policy_version=1, dtype=DTYPES[dtype]))
+        late = sorted(set(range(len(long))) - {shortest} - {completion.ticket for completion in ended})
         second = [
-            make_sample(*pair) for pair in zip(long, wait_for(range(len(long)), engine.poll, others=[]), strict=True)
+            make_sample(long[ticket], generation)
+            for ticket, generation in zip(late, wait_for(late, engine.poll, others=[]), strict=True)
         ]
     mixed = [sample for sample in second if len(set(sample.response_versions)) == 2]
     for sample in second:  # what was sampled before the sync has other weights
