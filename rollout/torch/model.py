@@ -98,12 +98,16 @@ def per_group_fp8(states: Tensor) -> Tensor:
     return torch.cat(rounded, dim=-1).to(states.dtype)
 
 
+INPUT_ROUNDINGS = {Quantization.int8: per_token_int8, Quantization.fp8: per_group_fp8}
+"""Format that rounds activations too -> how."""
+
+
 def round_inputs(model: nn.Module, quantization: Quantization) -> None:
     """Round the inputs of the model's projections, the modules named *_proj, from now on, if the format rounds them.
 
     An adapter beside a projection gets the inputs as they are, as in SGLang.
     """
-    rounding = {Quantization.int8: per_token_int8, Quantization.fp8: per_group_fp8}.get(quantization)
+    rounding = INPUT_ROUNDINGS.get(quantization)
     if rounding is None:
         return
 

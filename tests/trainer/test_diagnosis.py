@@ -29,14 +29,14 @@ LENGTHS = [9, 12, 7, 14]
 TOKENS = sum(LENGTHS)
 
 
-def save_model(path: Path, *, seed: int = 0) -> Path:
-    """A random model of two layers whose distributions are far from even."""
+def save_model(path: Path, *, seed: int = 0, layers: int = 2) -> Path:
+    """A random model whose distributions are far from even."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         initializer_range=0.25,

@@ -114,6 +114,17 @@ class Case:
         gain = gain[old + new > (old + new).mean() / 10]
         return float(gain.mean()) > SURE * float(gain.std()) / math.sqrt(len(gain))
 
+    def correlation(self, base: Scoring, scorings: Sequence[Scoring]) -> float:
+        """Of two changes from `base`, over the tokens: this side's, and that to the mean of `scorings`.
+
+        Where another order of the arithmetic gives much else, one scoring has the noise of its own order in it, the
+        mean of several has less. Large changes count as LINEAR_FROM.
+        """
+        before, *others = self.scorer.score([base, *scorings])
+        changes = torch.stack([self.target, torch.stack(others).mean(0)]) - before
+        found = torch.corrcoef(changes[:, self.mask].clamp(-LINEAR_FROM, LINEAR_FROM))[0, 1]
+        return float(found.nan_to_num(0.0))
+
     def small(self, base: Scoring, *, max_tokens: int) -> Case:
         """The responses that differ most from `base`, about `max_tokens` tokens: for causes that are tried often."""
         lengths = self.scorer.evidence.lengths
