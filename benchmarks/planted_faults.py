@@ -7,7 +7,7 @@ random advantages away from the model on the disk, so that older weights exist, 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -255,17 +255,28 @@ def truncation(world: World, dtype: DType) -> Made:
 
 
 def other_tokens(world: World, dtype: DType) -> Made:
-    """The text of the responses is encoded again; for tokenizers that do not give the same ids."""
+    """The text of half of the responses is encoded again, by a tokenizer that has two tokens in the place of one."""
     samples, reported, changed = world.samples(Decoder(world.engine(world.history[-1], dtype)), seed=1), [], []
-    for each in samples:
+    for number, each in enumerate(samples):
         prompt, ids = each.token_ids[~each.response_mask].tolist(), each.token_ids[each.response_mask].tolist()
-        again = world.encode(world.decode(ids))
-        again = again or ids
         own = torch.from_numpy(each.rollout_logprobs[each.response_mask])
-        own = torch.cat([own[: len(again)], torch.zeros(max(0, len(again) - len(own)))])
+        if number % 2 == 0 and (parted := list(_in_two(world, ids))):
+            place, pieces = world.draw.choice(parted)
+            ids[place : place + 1] = pieces
+            own = torch.cat([own, torch.zeros(1)])  # the engine gave one log-prob less than there are ids
         reported.append(own)
-        changed.append(sample_of(each.prompt_id, prompt, again, own.tolist()))
+        changed.append(sample_of(each.prompt_id, prompt, ids, own.tolist()))
     return world.made(changed, engine=dtype, reported=reported)
+
+
+def _in_two(world: World, ids: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield (place, two tokens that together have the text of the token there)."""
+    for place, token in enumerate(ids):
+        text = world.decode([token])
+        for cut in range(1, len(text)):
+            pieces = world.encode(text[:cut]) + world.encode(text[cut:])
+            if len(pieces) == 2 and world.decode(pieces) == text:
+                yield place, pieces
 
 
 def stale(world: World, dtype: DType) -> Made:
