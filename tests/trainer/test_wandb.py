@@ -341,6 +341,7 @@ import psutil
 from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.tracking.wandb_panels import Panels
 from trainer.tracking.wandb_sink import WandbSink
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job that a shell has put into the background ignores it
 hooks = sys.exit, sys.excepthook, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 sink = WandbSink(TrackingConfig(wandb=WandbMode.offline), run_dir=Path(sys.argv[1]), name="run", record={},
                  report=lambda line: None)
