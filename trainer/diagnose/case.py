@@ -114,14 +114,15 @@ class Case:
         gain = gain[old + new > (old + new).mean() / 10]
         return float(gain.mean()) > SURE * float(gain.std()) / math.sqrt(len(gain))
 
-    def correlation(self, base: Scoring, scorings: Sequence[Scoring]) -> float:
-        """Of two changes from `base`, over the tokens: this side's, and that to the mean of `scorings`.
+    def correlation(self, scorings: Sequence[Scoring], plain: Sequence[Scoring]) -> float:
+        """Of two changes, over the tokens: this side's from `plain[0]`, and the mean one from `plain` to `scorings`.
 
         Where another order of the arithmetic gives much else, one scoring has the noise of its own order in it, the
-        mean of several has less. Large changes count as LINEAR_FROM.
+        mean of several has less. What the types do without the change is in `plain` too; the first should have no
+        noise, which would be in both changes. Large changes count as LINEAR_FROM.
         """
-        before, *others = self.scorer.score([base, *scorings])
-        changes = torch.stack([self.target, torch.stack(others).mean(0)]) - before
+        unchanged, changed = self.scorer.score([*plain, *scorings]).split([len(plain), len(scorings)])
+        changes = torch.stack([self.target - unchanged[0], changed.mean(0) - unchanged.mean(0)])
         found = torch.corrcoef(changes[:, self.mask].clamp(-LINEAR_FROM, LINEAR_FROM))[0, 1]
         return float(found.nan_to_num(0.0))
 

@@ -31,8 +31,10 @@ MOST_SLIPS = 0.1
 COMMON_TOKENS = 256
 """Response tokens on which a format that rounds activations is tried first."""
 COMMON = 0.35
-"""Correlation from which changes have their cause in common: formats had 0.43 to 0.83 with themselves on
-SmolLM2-135M, and at most 0.22 with each other and with wrong tensors or weights."""
+"""Correlation from which changes have their cause in common: on SmolLM2-135M formats have about 0.5 to 0.8 with
+themselves, and less than 0.25 with each other and with wrong tensors, other weights and 16-bit arithmetic."""
+BEYOND_ARITHMETIC = 3.0
+"""Misfit, over that of arithmetic in bfloat16, from which a format is looked for behind its noise."""
 MOST_LEFT = 2.0
 """Misfit with the mean of replays, over that of two replays with each other."""
 
@@ -216,15 +218,18 @@ def rounded_activations(case: Case, base: Scoring) -> Iterator[Candidate]:
     """
     if base.body.quantization is not Quantization.none or base.shift:
         return
+    half = replace(base.with_body(arithmetic=DType.bfloat16, rounded=DType.bfloat16), head=DType.bfloat16)
+    full = replace(base.with_body(arithmetic=DType.float32), head=DType.float32)
+    plain = [full, half, half.with_body(alone=not base.body.alone)]
+    exact, rounded, _ = case.scorer.score(plain)
+    if case.total(base) < BEYOND_ARITHMETIC * float(misfit((rounded - exact)[case.mask]).mean()):
+        return
     small = case.small(base, max_tokens=COMMON_TOKENS)
     for kind in INPUT_ROUNDINGS:
-        half = base.with_body(quantization=kind, arithmetic=DType.bfloat16, rounded=DType.bfloat16)
-        half = replace(half, head=DType.bfloat16)
-        full = replace(base.with_body(quantization=kind, arithmetic=DType.float32), head=DType.float32)
-        replays = [full, half, half.with_body(alone=not base.body.alone)]
-        if small.correlation(base, replays) < COMMON / 2:
+        replays = [each.with_body(quantization=kind) for each in plain]
+        if small.correlation(replays, plain) < COMMON / 2:
             continue
-        correlation = case.correlation(base, replays)
+        correlation = case.correlation(replays, plain)
         scores = case.scorer.score(replays)
         own = misfit((scores[0] - scores[1])[case.mask]).mean()
         left = misfit((case.target - scores.mean(0))[case.mask]).mean()
