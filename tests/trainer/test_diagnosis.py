@@ -244,7 +244,7 @@ def test_a_trainer_in_16_bits_is_no_fault_of_the_engine(tmp_path: Path) -> None:
     model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     model.float().save_pretrained(path)  # 16-bit numbers, so that only the arithmetic differs
     bundle, scorer = with_tokens(path)
-    rounded = Scoring(head=DType.bfloat16).with_body(arithmetic=DType.bfloat16, rounded=DType.bfloat16)
+    rounded = Scoring().computed_in(DType.bfloat16)
     coarse = scorer.score([rounded])[0]
     bundle = Bundle(**(dict(bundle.tensors()) | {"old_logprobs": coarse}), metadata=bundle.metadata)
     assert not explained(path, bundle, Settings(temperature=1.0, trainer_dtype=DType.bfloat16)).faults

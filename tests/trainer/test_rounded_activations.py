@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,8 +48,7 @@ def scorer_of(path: Path, engine: Tensor | None = None, trainer: Tensor | None =
 
 def in_float16(kind: Quantization) -> Scoring:
     """An engine in an order that the ladder does not replay."""
-    body = Scoring().with_body(quantization=kind, arithmetic=DType.float16, rounded=DType.float16)
-    return replace(body, head=DType.float16)
+    return Scoring().with_body(quantization=kind).computed_in(DType.float16)
 
 
 def explained(path: Path, engine: Tensor, trainer: Tensor, said: Quantization = Quantization.none) -> Diagnosis:

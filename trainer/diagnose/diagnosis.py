@@ -91,7 +91,7 @@ def diagnose(scorer: Scorer, settings: Settings, *, progress: Callable[[str], No
     evidence = scorer.evidence
     base = Scoring(temperature=1.0 if settings.temperature is None else settings.temperature)
     if settings.trainer_dtype is settings.engine_dtype:  # both round alike: no part of the mismatch
-        base = _arithmetic(base, settings.trainer_dtype, Quantization.none)
+        base = base.computed_in(settings.trainer_dtype)
     cases = {
         "trainer": Case(scorer=scorer, target=evidence.trainer, mask=evidence.mask),
         "engine": Case(scorer=scorer, target=evidence.engine, mask=evidence.mask),
@@ -152,19 +152,12 @@ def _temperature_of(case: Case, base: Scoring, notes: list[str]) -> Scoring:
     return replace(base, temperature=temperature)
 
 
-def _arithmetic(base: Scoring, dtype: DType, quantization: Quantization) -> Scoring:
-    """The same computed in `dtype`."""
-    if dtype is DType.float32 and quantization is Quantization.none:
-        return base
-    return replace(base.with_body(arithmetic=dtype, rounded=dtype, quantization=quantization), head=dtype)
-
-
 def _noise(case: Case, base: Scoring, dtype: DType) -> float:
     """Misfit that arithmetic in `dtype` makes of the same weights."""
     if dtype is DType.float32:
         return FLOAT32_NOISE
-    plain = replace(base.with_body(rounded=dtype, arithmetic=DType.float32), head=DType.float32)
-    one, other = case.scorer.score([plain, _arithmetic(plain, dtype, Quantization.none)])
+    plain = base.with_body(rounded=dtype).computed_in(DType.float32)
+    one, other = case.scorer.score([plain, plain.computed_in(dtype)])
     return float(misfit((one - other)[case.mask]).mean())
 
 
@@ -284,9 +277,8 @@ class _Walk:
         """K3 that arithmetic in `dtype` makes with the causes of the engine in it."""
         if dtype is DType.float32:
             return FLOAT32_NOISE
-        scoring = self._engine.scoring
-        plain = replace(scoring.with_body(arithmetic=DType.float32), head=DType.float32)
-        one, other = self._scorer.score([plain, _arithmetic(plain, dtype, scoring.body.quantization)])
+        plain = self._engine.scoring.computed_in(DType.float32)
+        one, other = self._scorer.score([plain, plain.computed_in(dtype)])
         return k3_between(one, other, self._mask)
 
 
@@ -332,7 +324,7 @@ def _own_arithmetic(side: str, dtype: DType, scoring: Scoring) -> Candidate:
 
 def _order_note(case: Case, base: Scoring, dtype: DType) -> str:
     """How much log-probs change by the order of the arithmetic alone, in this process: each way by itself."""
-    scoring = _arithmetic(base, dtype, Quantization.none)
+    scoring = base.computed_in(dtype)
     small = case.small(scoring, max_tokens=ORDER_TOKENS)
     ways = other_orders(scoring)
     plain, *found = small.scorer.score([scoring, *ways.values()])

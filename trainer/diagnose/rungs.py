@@ -180,7 +180,7 @@ def precision(case: Case, base: Scoring) -> Iterator[Candidate]:
                     name="arithmetic",
                     what=f"computes in {dtype.name}" + (", with a float32 head" if head is DType.float32 else ""),
                     remedy=f"rollout.dtype and policy.dtype: arithmetic in {dtype.name}; rollout.exact=true on a CPU",
-                    scoring=replace(base.with_body(arithmetic=dtype, rounded=dtype), head=head),
+                    scoring=replace(base.computed_in(dtype), head=head),
                 )
 
 
@@ -218,9 +218,8 @@ def rounded_activations(case: Case, base: Scoring) -> Iterator[Candidate]:
     """
     if base.body.quantization is not Quantization.none or base.shift:
         return
-    half = replace(base.with_body(arithmetic=DType.bfloat16, rounded=DType.bfloat16), head=DType.bfloat16)
-    full = replace(base.with_body(arithmetic=DType.float32), head=DType.float32)
-    plain = [full, half, half.with_body(alone=not base.body.alone)]
+    half = base.computed_in(DType.bfloat16)
+    plain = [base.computed_in(DType.float32), half, half.with_body(alone=not base.body.alone)]
     exact, rounded, _ = case.scorer.score(plain)
     if case.total(base) < BEYOND_ARITHMETIC * float(misfit((rounded - exact)[case.mask]).mean()):
         return
@@ -284,7 +283,7 @@ def weights(case: Case, base: Scoring) -> Iterator[Candidate]:
     if base.body.edits or base.body.quantization is not Quantization.none:
         return
     # The gradient is that of float32 arithmetic.
-    plain = replace(base.with_body(arithmetic=DType.float32, prefix=None), head=DType.float32)
+    plain = base.with_body(prefix=None).computed_in(DType.float32)
     for found in wrong_tensors(case.small(base, max_tokens=SMALL_TOKENS), plain):
         yield replace(found, scoring=base.with_edits(*found.scoring.body.edits))
 
@@ -310,4 +309,4 @@ LADDER: tuple[Rung, ...] = (
 )
 """Cheapest first."""
 WHOLE: frozenset[Rung] = frozenset([definition, tokens, rounded_activations])
-"""Rungs that judge all tokens: they need no forward, or look at whole rows of log-probs."""
+"""Rungs that judge all tokens: they need no forward, look at whole rows of log-probs, or try a few tokens first."""

@@ -94,6 +94,11 @@ class Scoring:
         """The same with other choices in `body`."""
         return replace(self, body=replace(self.body, **changes))  # type: ignore[arg-type]
 
+    def computed_in(self, dtype: DType) -> Scoring:
+        """The same computed in `dtype`, head included; 16-bit arithmetic has 16-bit weights."""
+        rounded = self.body.rounded if dtype is DType.float32 else dtype
+        return replace(self.with_body(arithmetic=dtype, rounded=rounded), head=dtype)
+
     def with_edits(self, *edits: TensorEdit) -> Scoring:
         """The same with more wrong tensors; an edit of the same tensor is replaced."""
         names = {edit.name for edit in edits}
