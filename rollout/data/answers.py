@@ -78,7 +78,7 @@ def dapo_answer(response: str) -> str | None:
     stated = found[-1] if found else boxed(response[-TAIL_CHARS:])
     if stated is None:
         return None
-    return normalise(boxed(stated) or stated) or None
+    return normalise(stated) or None
 
 
 _ORNAMENTS = re.compile(r"\\(?:left|right|displaystyle|!|,|;|:| |quad)|[$\s]|\\\(|\\\)|\\\[|\\\]")
@@ -91,12 +91,12 @@ _UNITS = re.compile(
 
 
 def normalise(answer: str) -> str:
-    """The answer without parts that do not change its value: LaTeX ornaments, units after a number, thousands commas.
+    """The answer without parts that do not change its value: a box, LaTeX ornaments, units after a number, commas.
 
     Follows Lewkowycz et al. 2022 (Minerva), appendix D.1: answers are compared as text. The result is never longer than
     MAX_EXPRESSION_CHARS.
     """
-    text = answer.strip()[:MAX_EXPRESSION_CHARS].rsplit("=", 1)[-1]
+    text = (boxed(answer) or answer).strip()[:MAX_EXPRESSION_CHARS].rsplit("=", 1)[-1]
     text = _TEXT.sub(r"\1", text.replace("\\$", ""))
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)

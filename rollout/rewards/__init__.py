@@ -4,7 +4,8 @@
 `rollout/collect/evaluate.py` call the `Scorer`.
 """
 
+from rollout.rewards.references import unusable_references
 from rollout.rewards.rules import RULES
 from rollout.rewards.scorer import RewardError, Scorer, ScoreStats, try_reward
 
-__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer", "try_reward"]
+__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer", "try_reward", "unusable_references"]

@@ -2,7 +2,7 @@
 
 A rule extracts an answer from a response and compares it with the reference. Rules do plain string work and execute
 nothing; only `math` parses expressions. Every rule runs in a process that can be killed (`rollout/rewards/pool.py`). A
-new rule is two functions and a row of `RULES`.
+new rule is three functions and an entry of `RULES`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rollout.data.answers import (
     ANSWER_MARK,
+    MAX_EXPRESSION_CHARS,
     boxed_or_tail,
     dapo_answer,
     last_number,
@@ -26,10 +27,16 @@ from rollout.data.answers import (
 class RewardRule:
     """A way to judge a response: extract its answer, compare it with the reference."""
 
+    name: str
+    """The choice of `reward.function`."""
     extract: Callable[[str], str | None]
     """Response -> the answer stated in the required form; None if the response has no such answer."""
     equal: Callable[[str, str], bool]
     """(extracted, reference) -> True if both are the same answer. Raises ValueError for an unusable reference."""
+    state: Callable[[str], str]
+    """Reference -> a response that states the reference in the required form."""
+    needs: str
+    """Form of the references that the rule can use, for messages: a noun with its article."""
     at_once: int = 64
     """Responses per call of a worker: 1 for a rule that may spend the whole deadline on one response."""
 
@@ -39,6 +46,17 @@ class RewardRule:
         # The reference is parsed in any case: responses without an answer must not hide an unusable reference.
         correct = self.equal("" if extracted is None else extracted, answer)
         return correct and extracted is not None
+
+    def reference_problem(self, answer: str) -> str:
+        """Why no response can be correct with the reference `answer`, for a sentence about it; "" if one can."""
+        try:
+            return "" if self.judge(self.state(answer), answer) else self.unusable(answer)
+        except ValueError:
+            return self.unusable(answer)
+
+    def unusable(self, answer: str) -> str:
+        """The sentence about a reference that no response can equal, without its subject."""
+        return f"must be {self.needs}, with reward.function={self.name}; no response can equal {answer[-80:]!r}"
 
 
 def same_text(extracted: str, answer: str) -> bool:
@@ -73,20 +91,45 @@ def same_mathematics(extracted: str, answer: str) -> bool:
     # math-verify logs with every call that its timeouts are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     config = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    # The reference is boxed, because parts of a bare reference would be taken for the whole.
-    boxed = answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
-    reference = parse(boxed, extraction_config=config, parsing_timeout=None)
+    reference = parse(as_boxed(answer), extraction_config=config, parsing_timeout=None)
     if not reference:
         raise ValueError(f"reward.function=math cannot read the reference answer {answer[-80:]!r}")
     found = parse(extracted, extraction_config=config, parsing_timeout=None)
     return bool(found) and bool(verify(reference, found, timeout_seconds=None))
 
 
+def as_boxed(answer: str) -> str:
+    """The reference in a box, because parts of a bare reference would be taken for the whole."""
+    return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
+
+
+def as_marked(answer: str) -> str:
+    """The number of a reference of GSM8K after the mark."""
+    return f"{ANSWER_MARK} {answer.rpartition(ANSWER_MARK)[2].strip()}"
+
+
+_NUMBER = "a number, or text that ends with '#### number'"
 RULES: dict[str, RewardRule] = {
-    "exact_match": RewardRule(extract=str.strip, equal=same_text),
-    "gsm8k": RewardRule(extract=marked_number, equal=same_number),
-    "gsm8k_flexible": RewardRule(extract=last_number, equal=same_number),
-    "math": RewardRule(extract=boxed_or_tail, equal=same_mathematics, at_once=1),
-    "math_dapo": RewardRule(extract=dapo_answer, equal=same_normalised),
+    rule.name: rule
+    for rule in (
+        RewardRule(name="exact_match", extract=str.strip, equal=same_text, state=str, needs="text"),
+        RewardRule(name="gsm8k", extract=marked_number, equal=same_number, state=as_marked, needs=_NUMBER),
+        RewardRule(name="gsm8k_flexible", extract=last_number, equal=same_number, state=as_marked, needs=_NUMBER),
+        RewardRule(
+            name="math",
+            extract=boxed_or_tail,
+            equal=same_mathematics,
+            state=as_boxed,
+            needs=f"an expression that math-verify can read, of at most {MAX_EXPRESSION_CHARS} characters",
+            at_once=1,
+        ),
+        RewardRule(
+            name="math_dapo",
+            extract=dapo_answer,
+            equal=same_normalised,
+            state="Answer: {}".format,
+            needs="one line with the answer alone, without its derivation",
+        ),
+    )
 }
 """Name of a built-in choice of `reward.function` -> rule; path.py:function is the other choice."""

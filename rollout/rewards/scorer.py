@@ -93,7 +93,7 @@ class Scorer:
         self._rule = RULES.get(config.function)
         self._max_new_tokens = max_new_tokens
         self._decode = decode
-        self._pool = _pool(config, num_workers=config.num_workers)
+        self._pool = make_pool(config, num_workers=config.num_workers)
         self._keys = itertools.count()
         self._waiting: dict[int, Sample] = {}
         self._early: list[Sample] = []
@@ -216,7 +216,7 @@ def try_reward(config: RewardConfig, prompt: Prompt) -> str:
     cannot be used, with the response; "" if it gave a reward to each.
     """
     responses = (prompt.answer, WRONG_RESPONSE, "")
-    with closing(_pool(config, num_workers=1)) as pool:
+    with closing(make_pool(config, num_workers=1)) as pool:
         outcomes: dict[int, Outcome] = {}
         for number, response in enumerate(responses):
             pool.submit(number, _item(prompt, response, with_row=is_custom(config.function)))
@@ -229,7 +229,8 @@ def try_reward(config: RewardConfig, prompt: Prompt) -> str:
     return next((f"{message}, for the response {plain_text(response)!r}" for response, message in reasons), "")
 
 
-def _pool(config: RewardConfig, *, num_workers: int) -> RewardPool:
+def make_pool(config: RewardConfig, *, num_workers: int) -> RewardPool:
+    """The pool of workers that judge with reward.function; they start with the first item."""
     return RewardPool(config.function, num_workers=num_workers, timeout_s=config.timeout_s, memory_bytes=MEMORY_BYTES)
 
 

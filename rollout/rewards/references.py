@@ -1,0 +1,56 @@
+"""References of a data source, each tried by the rule that will judge with it, before a run starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+
+from rollout.rewards.pool import Failure, Outcome
+from rollout.rewards.rules import RULES, RewardRule
+from rollout.rewards.scorer import POLL_S, make_pool
+from rollout.task_config import RewardConfig
+
+_READABLE = re.compile(r"-?(?:[0-9]{1,15}(?:\.[0-9]{1,15})?|\\[dt]?frac\{[0-9]{1,15}\}\{[1-9][0-9]{0,14}\})")
+r"""Numbers, \frac{..}{..} of whole numbers included, that math-verify reads for certain. Most references are such, and
+the parser takes milliseconds for each."""
+
+
+def unusable_references(config: RewardConfig, answers: Sequence[str]) -> dict[int, str]:
+    """Position in `answers` -> reason why no response can be correct with this reference, for the unusable ones.
+
+    The reason is a sentence without its subject: "must be a number, ...". A rule that parses does so in workers with
+    reward.timeout_s for each reference, so that no reference can stop the run. Empty for a function of the user's own,
+    which alone knows its references. Raises RewardPoolError if no worker can be started.
+    """
+    rule = RULES.get(config.function)
+    if rule is None:
+        return {}
+    distinct = dict.fromkeys(answers)
+    if rule.at_once > 1:
+        problems = {answer: rule.reference_problem(answer) for answer in distinct}
+    else:
+        problems = _tried_in_workers(config, rule, [each for each in distinct if not _READABLE.fullmatch(each)])
+    return {position: problem for position, each in enumerate(answers) if (problem := problems.get(each))}
+
+
+def _tried_in_workers(config: RewardConfig, rule: RewardRule, answers: Iterable[str]) -> dict[str, str]:
+    """Reference -> reason, for the unusable ones."""
+    waiting = dict(enumerate(answers))
+    problems: dict[str, str] = {}
+    with closing(make_pool(config, num_workers=config.num_workers)) as pool:
+        for key, answer in waiting.items():
+            pool.submit(key, {"response": rule.state(answer), "answer": answer, "prompt": ""})
+        while waiting:  # the pool has deadlines of its own
+            for key, outcome in pool.poll(POLL_S):
+                answer = waiting.pop(key)
+                if problem := _problem(outcome, rule, answer):
+                    problems[answer] = problem
+    return problems
+
+
+def _problem(outcome: Outcome, rule: RewardRule, answer: str) -> str:
+    if outcome.failure is None or outcome.failure is Failure.error:
+        return "" if outcome.correct else rule.unusable(answer)
+    # What another program may have ended says nothing about the reference.
+    return f"{rule.unusable(answer)} ({outcome.message})" if outcome.proven else ""
