@@ -284,6 +284,13 @@ class SamplingConfig(Checked):
     """Tokens are drawn from so many of the most probable ones; -1 draws from all. Vetted: -1."""
     min_p: float = ruled(0.0, MIN_P)
     """Smallest probability of a token that is drawn, as a share of the largest one; 0 draws from all. Vetted: 0.0."""
+    stop: list[Any] = field(default_factory=list)
+    """Tokens that end a response, in training and in evaluation, beside those that the model's files name: texts of one
+    token, or ids, for example ["<|im_end|>"]."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        if not all(isinstance(each, str | int) and not isinstance(each, bool) and each != "" for each in self.stop):
+            yield self.broken("stop", "must list texts of one token, or token ids")
 
     @property
     def truncation(self) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -83,13 +84,36 @@ OWN_TEMPLATE_ARGUMENTS = (
 """Arguments of apply_chat_template() that Parity sets itself, so that a prompt ends where the response begins."""
 
 
-def is_source(path: str) -> bool:
-    """True if `path` is an existing file, or has the form of a data set on the hub or of word problems."""
-    return Path(path).is_file() or HUB_SOURCE.fullmatch(path) is not None
-
-
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Suffix of a file with rows -> builder of the `datasets` library."""
+_ADDRESS = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?:datasets/)?(?P<repo>[^/@]+/[^/@]+)?.*", re.IGNORECASE)
+"""A URL; `repo` names the data set in those of the hub, hf://datasets/owner/name/file."""
+
+
+def is_pattern(path: str) -> bool:
+    """True if `path` is a pattern for the names of files: part-*.jsonl."""
+    return glob.has_magic(path) and not Path(path).exists() and HUB_SOURCE.fullmatch(path) is None
+
+
+def matching_files(pattern: str) -> list[str]:
+    """The files that `pattern` names, sorted."""
+    return sorted(found for found in glob.glob(pattern, recursive=True) if Path(found).is_file())
+
+
+def is_saved(directory: Path) -> bool:
+    """True for a directory as save_to_disk() of `datasets` writes it."""
+    return any((directory / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def is_source(path: str) -> bool:
+    """True if `path` is an existing file, names some, or has the form of a data set on the hub or of word problems."""
+    if _ADDRESS.fullmatch(path):
+        return False
+    return (
+        Path(path).is_file()
+        or HUB_SOURCE.fullmatch(path) is not None
+        or (is_pattern(path) and any(matching_files(path)))
+    )
 
 
 def source_problem(key: str, path: str) -> Problem | None:
@@ -98,15 +122,24 @@ def source_problem(key: str, path: str) -> Problem | None:
         return None
     rule, remedy = "must be an existing file, or repo[:config]@split", similar_file(path, READERS)
     remedy = remedy or f"There is no such file in {Path(path).absolute().parent}."
-    if not Path(path).exists() and HUB_SOURCE.fullmatch(on_hub := f"{path}@train") and not Path(path).suffix:
+    if (address := _ADDRESS.fullmatch(path)) is not None:
+        remedy = "Fetch the file, and name it."
+        if address["scheme"] == "hf" and address["repo"]:
+            remedy = f"A data set of the hub is named like {address['repo']}@train."
+    elif is_pattern(path):
+        remedy = "No file has a name like that."
+    elif not Path(path).exists() and HUB_SOURCE.fullmatch(on_hub := f"{path}@train") and not Path(path).suffix:
         remedy += f" On the hub it is {on_hub}."
-    if Path(path).is_dir():
-        remedy = f"It is a directory: name a file in it, or {path}@train for the rows of a data set in the hub's form."
+    elif Path(path).is_dir():
+        remedy = (
+            f"It is a directory: name files in it, as {path}/*.parquet, or {path}@train for the rows of a data set."
+        )
     return Problem(key=key, rule=rule, value=path, remedy=remedy)
 
 
 _SOURCES = (
-    "A jsonl, json, csv or parquet file, repo[:config]@split of the Hugging Face hub, or word_problems:one_step@train."
+    "A jsonl, json, csv or parquet file, a pattern of such files, repo[:config]@split of the Hugging Face hub, or "
+    "word_problems:one_step@train."
 )
 _COLUMN = Rule("must name a column", bool)
 
@@ -118,9 +151,9 @@ class FileDataConfig(DataConfig):
 
     kind: ClassVar[str] = "file"
     train_path: str = ruled("", given(), remedy=_SOURCES)
-    """Source of the training rows: a file, or repo[:config]@split."""
+    """Source of the training rows: a file, a pattern of files, or repo[:config]@split."""
     eval_path: str = ruled("", given(), remedy=_SOURCES)
-    """Source of the held-out rows: a file, or repo[:config]@split."""
+    """Source of the held-out rows: a file, a pattern of files, or repo[:config]@split."""
     prompt_key: str | None = ruled(None, _COLUMN, remedy="Use null to recognise the layout.")
     """Column with the prompt (text, or chat messages); a+b joins the texts of two columns; null recognises the
     layout."""
@@ -132,6 +165,9 @@ class FileDataConfig(DataConfig):
     """Wrap text prompts as a user message with the tokenizer's chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, for example {enable_thinking: false}."""
+    continue_assistant: bool = False
+    """Let the response go on with a last message of the assistant, which then ends the prompt; false makes such a
+    conversation a bad row."""
     max_prompt_tokens: int = ruled(1024, at_least(1))
     """Largest number of tokens of a prompt; rows with longer prompts are bad rows."""
     on_bad_row: OnBadRow = OnBadRow.fail

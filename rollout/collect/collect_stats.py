@@ -82,6 +82,8 @@ class CollectStats:
     """Seconds in which the engines sampled, mean over engines."""
     reward_s: float = 0.0
     """Seconds in which the driver waited for rewards."""
+    past_end: int | None = None
+    """Token with which the chat template ends an answer, if no response ends there."""
     seen_versions: set[int] = field(default_factory=set)
     scoring: ScoreStats = field(default_factory=ScoreStats)
     """Statistics of the scorer; responses without a score are not trained on."""
@@ -152,10 +154,18 @@ class CollectStats:
             "reward/generated_accuracy": self.generated_accuracy,
             **{f"reward/{key}": mean for key, mean in mean_parts(samples).items()},
             **self.scoring.metrics(),
+            "rollout/past_end_frac": self._past_end_frac(samples),
             "rollout/zero_variance_frac": self.groups_equal / self.groups_compared if self.groups_compared else None,
             "perf/rollout_hidden_s": self.hidden_s,
             "perf/overlap_frac": self.hidden_s / max(self.sampling_s, 1e-9),
         }
+
+    def _past_end_frac(self, samples: Sequence[Sample]) -> float | None:
+        """Share of samples in which the model sampled tokens after the end of its turn; None if it cannot."""
+        if self.past_end is None:
+            return None
+        sampled = [sample.token_ids[sample.response_mask] for sample in samples]
+        return float(np.mean([self.past_end in tokens[:-1] for tokens in sampled]))
 
 
 def mean_parts(samples: Iterable[Sample]) -> dict[str, float]:

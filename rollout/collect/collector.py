@@ -54,6 +54,8 @@ class CollectPlan:
     max_lag_steps: int = 0
     """Maximum lag, in steps, of the weights that sampled a token behind the weights at the start of the step."""
     unfinished: UnfinishedGroups = UnfinishedGroups.drop
+    past_end: int | None = None
+    """Token with which the chat template ends an answer, if no response ends there."""
 
 
 class Collected(NamedTuple):
@@ -159,7 +161,7 @@ class Collector:
         self._versions = {k: v for k, v in self._versions.items() if k >= oldest_step} | {step: policy_version}
         self.finish(step, policy_version)
         stats, self._stats, self._kept = self._stats, CollectStats(), []
-        stats.policy_version = policy_version
+        stats.policy_version, stats.past_end = policy_version, self._plan.past_end
         stats.groups_left_over = len(self._pending)
         sampling_s = self._sampler.sampling_s()
         # A restarted engine counts its sampling seconds from 0.

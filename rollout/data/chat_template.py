@@ -3,8 +3,8 @@
     python -m rollout.data.chat_template NAME MEMORY_BYTES
 
 A template is a program of whoever made the model. Jinja's sandbox keeps it from the machine, but bounds neither its
-time nor its memory; this process does. In: {template, variables}, then lists of messages. Out: {"ready": true}, then
-{"text"} or {"problem"} for every list.
+time nor its memory; this process does. In: {template, variables}, then {messages, ends}, where `ends` is a member of
+`Ends`. Out: {"ready": true}, then {"text"} or {"problem"} for every list.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import queue
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
+from rollout.data.conversations import Messages
 from rollout.data.data_files import plain_text
 from rollout.processes.child_process import START_TIMEOUT_S, ChildProcess, become_child, described, own_arguments
 
@@ -29,8 +31,19 @@ MAX_TEXT_CHARS = 2**24
 """Longest text of a prompt; the longest context of a model is shorter."""
 AT_ONCE = 256
 """Prompts that are sent before the first of them is waited for."""
+MAX_LOST = 3
+"""Prompts whose rendering does not end before the template counts as broken."""
 
-Messages = list[dict[str, str]]
+
+class Ends(Enum):
+    """How the text of messages ends."""
+
+    answer = "answer"
+    """Where the assistant's next message begins."""
+    last = "last"
+    """With the content of the last message, which goes on."""
+    turn = "turn"
+    """With the last message and what the template writes after it."""
 
 
 class Rendered(NamedTuple):
@@ -50,35 +63,56 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> None:
         """`variables` are those of the config; the special tokens of the tokenizer come in addition."""
-        self._tokenizer = tokenizer
-        self._variables = variables
+        self.text = str(tokenizer.get_chat_template())
+        """The program of the template."""
+        self._variables = {**tokenizer.special_tokens_map, **variables}
         self._child: ChildProcess | None = None
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
+    def render(self, chats: Sequence[Messages]) -> Iterator[Rendered]:
+        """The text of each list of messages, in order, up to where the response begins.
+
+        A list that the template cannot end has a problem. Raises TemplateError at the third of them.
+        """
+        ends = [Ends.last if chat[-1]["role"] == "assistant" else Ends.answer for chat in chats]
+        num_lost = next_chat = 0
+        while next_chat < len(chats):
+            try:
+                for rendered in self._some(chats, ends, range(next_chat, min(next_chat + AT_ONCE, len(chats)))):
+                    next_chat += 1
+                    yield rendered
+            except TemplateError as error:
+                num_lost += 1
+                if num_lost == MAX_LOST:
+                    raise
+                next_chat += 1
+                self.close()
+                yield Rendered("", str(error))
+
+    def whole(self, messages: Messages) -> Rendered:
+        """The text of a conversation with what ends its last turn. Raises TemplateError."""
+        return next(self._some([messages], [Ends.turn], range(1)))
+
     def close(self) -> None:
-        """End the process."""
+        """End the process; `render` starts another."""
         if self._child is not None:
             self._child.kill()
+            self._child = None
 
-    def render(self, chats: Sequence[Messages]) -> Iterator[Rendered]:
-        """The text of each list of messages, in order. Raises TemplateError at a list that the template cannot end."""
-        if not chats:
-            return
+    def _some(self, chats: Sequence[Messages], ends: Sequence[Ends], which: range) -> Iterator[Rendered]:
         child = self._child or self._start()
-        for first in range(0, len(chats), AT_ONCE):
-            some = chats[first : first + AT_ONCE]
-            for messages in some:
-                child.say(orjson.dumps(messages))
-            for _ in some:
-                yield Rendered(**self._answer(child, TIMEOUT_S))
+        for each in which:
+            child.say(orjson.dumps({"messages": chats[each], "ends": ends[each].value}))
+        for _ in which:
+            yield Rendered(**self._answer(child, TIMEOUT_S))
 
     def _start(self) -> ChildProcess:
+        self._lines = queue.SimpleQueue()  # what an ended process said is not for this one
         child = ChildProcess(
             __name__, "template", memory_bytes=MEMORY_BYTES, hear=self._lines.put, unheard=self._lines.qsize
         )
         self._child = child
-        variables = {**self._tokenizer.special_tokens_map, **self._variables}
-        child.say(orjson.dumps({"template": self._tokenizer.get_chat_template(), "variables": variables}))
+        child.say(orjson.dumps({"template": self.text, "variables": self._variables}))
         self._answer(child, START_TIMEOUT_S)
         return child
 
@@ -101,12 +135,18 @@ def main(_: str, memory_bytes: int) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     given = orjson.loads(requests.readline())
-    fixed = {"chat_template": given["template"], "add_generation_prompt": True, **given["variables"]}
+    fixed = {"chat_template": given["template"], **given["variables"]}
     say({"ready": True})
     for line in requests:
         text, problem = "", ""
         try:
-            text = plain_text(str(render_jinja_template([orjson.loads(line)], **fixed)[0][0]))
+            asked = orjson.loads(line)
+            ends = Ends(asked["ends"])
+            how: dict[str, Any] = {
+                "add_generation_prompt": ends is Ends.answer,
+                "continue_final_message": ends is Ends.last,
+            }
+            text = plain_text(str(render_jinja_template([asked["messages"]], **fixed, **how)[0][0]))
         except Refusal as error:
             problem = f"the chat template refuses the messages: {error}"
         except Exception as error:

@@ -1,5 +1,5 @@
-"""Data sources -> rows: local files, `repo[:config]@split` of the Hugging Face hub, and word problems made here, each
-row with its place.
+"""Data sources -> rows, each with its place: files and patterns of files, `repo[:config]@split` of the Hugging Face hub
+or of a directory, and word problems made here.
 
 This file reads jsonl itself, line by line, so that an error names the broken line; the `datasets` library reads the
 rest.
@@ -13,16 +13,18 @@ import glob
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from algorithms.config import Problem
 from rollout.data.word_problems import NAME as WORD_PROBLEMS
 from rollout.data.word_problems import word_problems
-from rollout.task_config import HUB_SOURCE, READERS
+from rollout.task_config import HUB_SOURCE, READERS, is_pattern, is_saved, matching_files
 
 BATCH_ROWS = 1000
 LARGEST_INT = 2**63 - 1
@@ -32,6 +34,10 @@ MAX_LINE_BYTES = 2**26
 """Longest line of a jsonl file; a longer line is not kept in memory."""
 HEAD_BYTES = 2**16
 """Bytes at the beginning of a file by which text is told from a compressed file."""
+PACKED_HEADS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"PAR1")
+"""First bytes of gzip, bz2, xz, zstd and zip files, and of parquet files, which are no text."""
+SHORT_FLOATS: Mapping[str | None, type] = {"float16": np.float16, "float32": np.float32}
+"""Type of a column -> type whose text is the shortest that means the number."""
 SHOWN_CHARS = 1000
 """Characters that are kept of a line that cannot be read."""
 
@@ -53,6 +59,8 @@ class RawRow(NamedTuple):
     """Column -> value; for a line that could not be read, the text of the line."""
     problem: str = ""
     """Reason why the row could not be read; "" if it could."""
+    place: str = ""
+    """File and position there of a row of several files, whose `number` counts on over the files; else ""."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,6 +70,8 @@ class BadRow:
     source: str
     number: int
     problem: str
+    place: str = ""
+    """As in `RawRow`."""
     values: dict[str, Any] = field(default_factory=dict)
     prompt_tokens: int | None = None
     """Number of tokens of a prompt that is too long; None if the row has another problem."""
@@ -72,7 +82,7 @@ class BadRow:
         return row_unit(self.source)
 
     def __str__(self) -> str:
-        return f"{self.source}, {self.unit} {self.number}: {self.problem}"
+        return f"{self.place or f'{self.source}, {self.unit} {self.number}'}: {self.problem}"
 
 
 def row_unit(source: str) -> str:
@@ -81,7 +91,7 @@ def row_unit(source: str) -> str:
 
 
 def read_rows(source: str) -> Iterator[RawRow]:
-    """All rows of a file, a hub data set or word problems, in the order of the source.
+    """All rows of a file, of the files of a pattern, of a hub data set or of word problems, in the order of the source.
 
     Raises ValueError, with the way out, for a source that cannot be read at all or is of no known kind.
     """
@@ -91,10 +101,22 @@ def read_rows(source: str) -> Iterator[RawRow]:
         return (RawRow(number, row) for number, row in enumerate(word_problems(hub["config"], hub["split"]), start=1))
     if hub is not None:
         return _shallow(_hub_rows(source, repo=hub["repo"], name=hub["config"], split=hub["split"]))
+    if is_pattern(source):
+        return _rows_of_all(matching_files(source))
     suffix = path.suffix.lower()
     if suffix not in READERS:
         raise ValueError(f"{source}: the suffix must be one of {', '.join(READERS)}, got {suffix!r}")
     return _shallow(_line_rows(path) if suffix == ".jsonl" else _file_rows(path, suffix))
+
+
+def _rows_of_all(files: Sequence[str]) -> Iterator[RawRow]:
+    """The rows of each file after those of the one before; their numbers count on."""
+    before = 0
+    for file in files:
+        number = 0
+        for number, values, problem, _ in read_rows(file):
+            yield RawRow(before + number, values, problem, f"{file}, {row_unit(file)} {number}")
+        before += number
 
 
 def is_local(source: str) -> bool:
@@ -160,6 +182,7 @@ def _is_binary(value: object) -> bool:
 
 
 def _line_rows(path: Path) -> Iterator[RawRow]:
+    _refuse_compressed(path)
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
             if len(line) == MAX_LINE_BYTES:
@@ -193,7 +216,7 @@ def _line_row(number: int, line: bytes) -> RawRow:
 
 def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
     """Rows of a csv, json or parquet file."""
-    _refuse_compressed(path, suffix)
+    _refuse_compressed(path)
     # Imported here because the import takes seconds and the built-in task does not need it.
     import datasets
 
@@ -233,15 +256,17 @@ def _without_bars(*, hides: bool = True) -> Iterator[None]:
         datasets.enable_progress_bars()
 
 
-def _refuse_compressed(path: Path, suffix: str) -> None:
+def _refuse_compressed(path: Path) -> None:
     """Raise ValueError for a compressed file, which `datasets` would unpack into memory, whatever its size then."""
+    suffix = path.suffix.lower()
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        text = "\0"
-    is_right = not head or head.startswith(b"PAR1") if suffix == ".parquet" else "\0" not in text
+    is_right = not head or head.startswith(b"PAR1") if suffix == ".parquet" else not head.startswith(PACKED_HEADS)
+    if is_right and suffix not in (".parquet", ".jsonl"):  # a line of jsonl that is no text is a bad row
+        try:
+            is_right = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
+        except UnicodeDecodeError:
+            is_right = False
     if not is_right:
         kind = "a parquet file" if suffix == ".parquet" else "UTF-8 text"
         raise ValueError(f"{path} must be {kind}, as its name says, and is not. Unpack it if it is compressed.")
@@ -250,10 +275,31 @@ def _refuse_compressed(path: Path, suffix: str) -> None:
 def _table_rows(table: Any) -> Iterator[RawRow]:
     """Rows of a `datasets` table, read in batches, because reading row by row is slow."""
     number = 0
+    written = {name: convert for name, kind in table.features.items() if (convert := _as_written(kind)) is not None}
     for batch in table.iter(batch_size=BATCH_ROWS):
+        for name, convert in written.items():
+            batch[name] = [convert(value) for value in batch[name]]
         for values in zip(*batch.values(), strict=True):
             number += 1
             yield RawRow(number, dict(zip(batch, values, strict=True)))
+
+
+def _as_written(kind: Any) -> Callable[[Any], Any] | None:
+    """A function of a column's values that gives its short floats as they were written; None for other columns.
+
+    0.1 in a column of 32 bits is 0.10000000149011612 as a number of 64 bits. `kind` is a feature of `datasets`.
+    """
+    if isinstance(kind, dict):
+        members = {name: convert for name, each in kind.items() if (convert := _as_written(each)) is not None}
+        if not members:
+            return None
+        return lambda value: value and {**value, **{name: convert(value[name]) for name, convert in members.items()}}
+    if (inner := getattr(kind, "feature", None)) is not None:  # lists, fixed or not
+        convert = _as_written(inner)
+        return None if convert is None else lambda value: value and [convert(member) for member in value]
+    if (short := SHORT_FLOATS.get(getattr(kind, "dtype", None))) is None:
+        return None
+    return lambda value: None if value is None else float(str(short(value)))
 
 
 def _header(path: Path) -> list[str]:
@@ -277,17 +323,18 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
 
     limit_silence()  # the `datasets` library gives up after seven minutes without an answer
     hub_logging.set_verbosity_error()  # a hub out of reach is one error below, not a warning per try
-    is_local = Path(repo).expanduser().is_dir()
+    directory = Path(repo).expanduser()
+    is_local = directory.is_dir()
     # A downloaded data set is cached; a local directory is read anew, because it may have changed.
     # A download keeps its bars.
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache, _without_bars(hides=is_local):
         try:
-            table = datasets.load_dataset(
-                str(Path(repo).expanduser()) if is_local else repo,
-                name,
-                split=split,
-                cache_dir=cache if is_local else None,
-            )
+            if is_local and is_saved(directory):
+                table = _saved_table(directory, split)
+            else:
+                table = datasets.load_dataset(
+                    str(directory) if is_local else repo, name, split=split, cache_dir=cache if is_local else None
+                )
         except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
             raise ValueError(
                 f"{source}: {error}. If this machine cannot reach the hub, run `hf download {repo} --repo-type dataset "
@@ -297,3 +344,14 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
         except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
             raise ValueError(f"{source} could not be read: {error.__cause__ or error}") from error
         yield from _table_rows(table)
+
+
+def _saved_table(directory: Path, split: str) -> Any:
+    """The rows of a split that save_to_disk() of `datasets` wrote. Raises ValueError for a split that is not there."""
+    import datasets
+
+    saved = datasets.load_from_disk(str(directory))
+    splits = saved if isinstance(saved, dict) else {str(saved.split or split): saved}
+    if split not in splits:
+        raise ValueError(f"it has {', '.join(f'{directory}@{name}' for name in splits)}")
+    return splits[split]

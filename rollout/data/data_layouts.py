@@ -75,6 +75,22 @@ class Columns:
         used = {path[0] for path in (*self.prompt_paths, self.answer_path) if len(path) == 1}
         return {key: value for key, value in row.items() if key not in used}
 
+    def unread(self, rows: Sequence[dict[str, Any]]) -> list[str]:
+        """Columns of `rows` with sentences, or lists of texts, that are no part of the prompt; [] for given keys."""
+        if not self.name:
+            return []
+        cells = [cell for row in rows for cell in self.others(row).items()]
+        return list(dict.fromkeys(key for key, value in cells if key != self.answer_path[0] and _reads(value)))
+
+
+def _reads(value: object) -> bool:
+    """True for a sentence, and for a list or fields with texts."""
+    if isinstance(value, str):
+        return len(value.split()) > 1
+    if isinstance(value, dict):
+        return any(_reads(member) for member in value.values())
+    return isinstance(value, list) and any(isinstance(member, str) or _reads(member) for member in value)
+
 
 def look_up(row: dict[str, Any], path: Sequence[str]) -> object:
     """A field of a nested column; None if the row does not have the field."""

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import numpy as np
@@ -21,7 +20,9 @@ from algorithms.config import Problem
 from rollout.data.arithmetic import ArithmeticProblem, arithmetic_problems
 from rollout.data.chat_template import ChatTemplate
 from rollout.data.data_files import BadRow, DataError, is_local, plain
-from rollout.data.file_prompts import SourceReport, file_prompts, source_rows, tokenize
+from rollout.data.file_prompts import UNJUDGED, Judgement, SourceReport, file_prompts, source_rows
+from rollout.data.special_tokens import prompt_ids
+from rollout.data.turn_ends import turn_end
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, OnBadRow
 from rollout.types import Prompt
 
@@ -50,6 +51,8 @@ class Dataset:
     """Messages for the console: the recognised layout, removed duplicates and skipped rows."""
     skipped: list[BadRow] = field(default_factory=list)
     """Rows skipped under data.on_bad_row=skip."""
+    turn_end: int | None = None
+    """Token that the chat template writes after an answer; None if no prompt is templated, or it writes none."""
 
     @property
     def longest_prompt(self) -> int:
@@ -65,14 +68,18 @@ class Dataset:
 
 
 def load_dataset(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, eval_sets: Mapping[str, str] | None = None
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    eval_sets: Mapping[str, str] | None = None,
+    judgement: Judgement = UNJUDGED,
 ) -> Dataset:
     """Training and held-out prompts, and the prompts of `eval_sets` (name -> source, read like data.eval_path).
 
     Raises DataError listing all unusable rows of all sources, unless data.on_bad_row=skip.
     """
     if isinstance(config, FileDataConfig):
-        return _file_dataset(config, tokenizer, eval_sets or {})
+        return _file_dataset(config, tokenizer, eval_sets or {}, judgement)
     if not isinstance(config, ArithmeticDataConfig):
         raise DataError(Problem(key="data", rule="must be arithmetic or file", value=config.kind))
     if eval_sets:
@@ -81,14 +88,18 @@ def load_dataset(
     return Dataset(train=train, heldout=heldout)
 
 
-def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, eval_sets: Mapping[str, str]) -> Dataset:
+def _file_dataset(
+    config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, eval_sets: Mapping[str, str], judgement: Judgement
+) -> Dataset:
     _check_template(config, tokenizer)
     with ExitStack() as within:
-        template = None
+        template = end = None
         if tokenizer.chat_template is not None:
             template = within.enter_context(closing(ChatTemplate(tokenizer, config.chat_template_kwargs)))
         sources = _sources(config, eval_sets)
-        found = _read(sources, config, lambda source: file_prompts(source, config, tokenizer, template))
+        found = _read(sources, config, lambda source: file_prompts(source, config, tokenizer, template, judgement))
+        if template is not None and any(report.is_templated(config) for _, report in found.values()):
+            end = turn_end(template, tokenizer)
     if empty := [
         _unusable(key, sources[key], "\n".join(["No row is left.", *report.lines(config), *map(str, report.bad[:1])]))
         for key, (prompts, report) in found.items()
@@ -112,10 +123,11 @@ def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, ev
         eval_sets=dict(zip(eval_sets, held[1:], strict=True)),
         notes=notes,
         skipped=[row for report in reports for row in report.bad],
+        turn_end=end,
     )
 
 
-def first_row(config: DataConfig, eval_sets: Mapping[str, str]) -> Prompt | None:
+def first_row(config: DataConfig, eval_sets: Mapping[str, str], judgement: Judgement) -> Prompt | None:
     """Read up to CHECKED_ROWS rows of every source on this disk -> the first training prompt, not tokenized.
 
     None if the training rows are not on this disk. Raises DataError like `load_dataset`, for what can be seen without a
@@ -125,7 +137,7 @@ def first_row(config: DataConfig, eval_sets: Mapping[str, str]) -> Prompt | None
         problem = arithmetic_problems().train[0]
         return Prompt(prompt_id=0, token_ids=[], text=problem.prompt, answer=problem.answer)
     local = {key: source for key, source in _sources(config, eval_sets).items() if is_local(source)}
-    found = _read(local, config, lambda source: source_rows(source, config, most=CHECKED_ROWS))
+    found = _read(local, config, lambda source: source_rows(source, config, judgement, most=CHECKED_ROWS))
     rows, _ = found.get(TRAIN_KEY, ([], None))
     if not rows:
         return None
@@ -219,24 +231,6 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: Path) -> tuple[int, ...]:
-    """Token ids that end a response: the tokenizer's end-of-sequence and the ids in generation_config.json, sorted.
-
-    Raises ValueError if there is no such token: every response would run into sampling.max_new_tokens.
-    """
-    ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    path = model_path / "generation_config.json"
-    if path.is_file():
-        listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        ids.update(listed if isinstance(listed, list) else [] if listed is None else [listed])
-    if not ids:
-        raise ValueError(
-            f"{model_path} names no end-of-sequence token: set eos_token in tokenizer_config.json "
-            "or eos_token_id in generation_config.json"
-        )
-    return tuple(sorted(ids))
-
-
 class StreamState(TypedDict):
     """Position of a PromptStream, as plain numbers and text for a checkpoint."""
 
@@ -304,7 +298,7 @@ class PromptStream:
 
 
 def _arithmetic_prompts(problems: list[ArithmeticProblem], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    token_ids = tokenize([problem.prompt for problem in problems], tokenizer, add_special_tokens=False)
+    token_ids = prompt_ids([problem.prompt for problem in problems], tokenizer, templated=True)
     return [
         Prompt(prompt_id=index, token_ids=ids, text=problem.prompt, answer=problem.answer)
         for index, (problem, ids) in enumerate(zip(problems, token_ids, strict=True))

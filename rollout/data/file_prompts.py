@@ -1,6 +1,7 @@
 """One data source -> its prompts and a report: rows checked, duplicates removed, templated, tokenized.
 
-    rows -columns chosen-> prompt, answer -duplicates and contradictions out-> text -chat template-> tokens
+    rows -columns chosen-> prompt, answer -duplicates and contradictions out-> -references tried-> text
+        -chat template-> tokens
 
 A bad row never ends the work: all bad rows are collected, and `rollout/data/dataset.py` skips or refuses them.
 """
@@ -9,17 +10,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import xxhash
 
 from rollout.data.answers import ANSWER_MARK, plain_number, to_number
-from rollout.data.chat_template import ChatTemplate, Messages, Rendered, TemplateError
+from rollout.data.chat_template import ChatTemplate, Rendered, TemplateError
+from rollout.data.conversations import Messages, left_out_problem, prompt_value, role_problem
 from rollout.data.data_files import BadRow, RawRow, checked_text, plain, read_rows, row_unit
 from rollout.data.data_layouts import Columns, choose_columns
+from rollout.data.special_tokens import control_tokens, prompt_ids
 from rollout.task_config import FileDataConfig
 from rollout.types import Prompt
 
@@ -32,14 +37,39 @@ LISTED_NUMBERS = 10
 NO_TEMPLATE = Rendered("", "chat messages need a tokenizer with a chat template, and the model's has none")
 
 
+def _all_usable(_: Sequence[str]) -> Mapping[int, str]:
+    """The problems of references that nothing judges: none."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """What the reward, and the user's code, need of the rows."""
+
+    unusable: Callable[[Sequence[str]], Mapping[int, str]] = _all_usable
+    """References -> position -> the reason why the reward cannot judge by that reference."""
+    sees_rows: bool = False
+    """True if code of the user sees all columns: rows with the same prompt are the same only if these are too."""
+
+
+UNJUDGED = Judgement()
+"""Nothing judges by the references, and no code of the user sees the rows."""
+
+
 @dataclass(kw_only=True, slots=True)
 class SourceReport:
     """Layout, counts and bad rows of one source."""
 
     source: str
     columns: Columns
+    unread: list[str] = field(default_factory=list)
+    """Columns with text that no prompt shows, where a layout has chosen the columns."""
     num_rows: int = 0
     num_duplicates: int = 0
+    num_told_apart: int = 0
+    """Rows that have prompt and answer of another row, and differ in other columns that the user's code sees."""
+    control: dict[int, str] = field(default_factory=dict)
+    """Number of a row whose texts hold a control token of the model -> the first such token."""
     contradictions: list[int] = field(default_factory=list)
     """Numbers of the rows that were dropped because another row gives the same prompt a different answer."""
     bad: list[BadRow] = field(default_factory=list)
@@ -47,17 +77,27 @@ class SourceReport:
     has_text: bool = False
     has_messages: bool = False
 
-    def refuse(self, number: int, problem: str, values: dict[str, Any], *, prompt_tokens: int | None = None) -> None:
+    def refuse(self, row: RawRow | Row, problem: str, *, prompt_tokens: int | None = None) -> None:
         """Note a row that cannot become a prompt; `prompt_tokens` is the length of a prompt that is too long."""
-        self.bad.append(
-            BadRow(
-                source=self.source, number=number, problem=problem, values=plain(values), prompt_tokens=prompt_tokens
-            )
-        )
+        values = plain(row.values)
+        bad = BadRow(source=self.source, number=row.number, place=row.place, problem=problem, values=values)
+        bad.prompt_tokens = prompt_tokens
+        self.bad.append(bad)
 
     def lines(self, config: FileDataConfig) -> list[str]:
         """Lines about the source for the console."""
         lines = [f"{self.source}: {self.columns}; {self.num_rows:,} rows, {self.num_prompts:,} prompts"]
+        if self.unread:
+            first = "+".join([*self.unread[:1], self.columns.prompt_key])
+            lines.append(
+                f"{self.source}: columns with text that is in no prompt: {', '.join(self.unread)}. If one belongs "
+                f"there, name it, for example data.prompt_key={first}"
+            )
+        if self.num_told_apart:
+            lines.append(
+                f"{self.source}: {self.num_told_apart:,} rows have prompt and answer of another row and are kept: they "
+                "differ in columns that the reward or rollout function sees"
+            )
         if self.num_duplicates:
             lines.append(f"{self.source}: {self.num_duplicates:,} duplicates removed (same prompt, same answer)")
         if self.contradictions:
@@ -69,9 +109,24 @@ class SourceReport:
             )
         if self.bad:
             lines.append(f"{self.source}: bad rows: {len(self.bad):,}")
+        if self.control:
+            number, token = next(iter(self.control.items()))
+            lines.append(
+                f"{self.source}: texts with control tokens of the model, which are read as such: {len(self.control):,} "
+                f"({token} in {row_unit(self.source)} {number}"
+                f"{', ...' if len(self.control) > 1 else ''}){self._templated_already(config)}"
+            )
         if self.has_messages and config.instruction:
             lines.append(f"{self.source}: chat messages are used as they are, without data.instruction")
         return lines
+
+    def is_templated(self, config: FileDataConfig) -> bool:
+        """True if the chat template wrote some prompt."""
+        return self.has_messages or (self.has_text and config.chat_template)
+
+    def _templated_already(self, config: FileDataConfig) -> str:
+        has_template = self.has_text and config.chat_template
+        return ". Texts in the form of a chat template need data.chat_template=false" if has_template else ""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,26 +137,40 @@ class Row:
     prompt: str | Messages
     answer: str
     others: dict[str, Any]
+    place: str = ""
+    """As in `RawRow`."""
     text: str = ""
     templated: bool = False
     """True if the chat template wrote the text."""
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """What bad_rows.jsonl shows of the row."""
+        return {"prompt": self.prompt, "answer": self.answer}
+
 
 def file_prompts(
-    source: str, config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None
+    source: str,
+    config: FileDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate | None,
+    judgement: Judgement = UNJUDGED,
 ) -> tuple[list[Prompt], SourceReport]:
     """The prompts of one source, in its order; `template` is that of the tokenizer, None if it has none.
 
     Raises ValueError if the source is not readable or has unknown columns, or if the template hangs.
     """
-    chosen, report = source_rows(source, config)
+    chosen, report = source_rows(source, config, judgement)
+    _note_control(chosen, tokenizer, report)
     prompts = _tokenized(_templated(chosen, config, template, report), config, tokenizer, report)
     report.bad.sort(key=lambda bad: bad.number)
     report.num_prompts = len(prompts)
     return prompts, report
 
 
-def source_rows(source: str, config: FileDataConfig, *, most: int | None = None) -> tuple[list[Row], SourceReport]:
+def source_rows(
+    source: str, config: FileDataConfig, judgement: Judgement, *, most: int | None = None
+) -> tuple[list[Row], SourceReport]:
     """The usable rows of a source without duplicates, not yet tokenized; at most `most` rows are read.
 
     Raises ValueError if the source is not readable or has unknown columns.
@@ -113,13 +182,18 @@ def source_rows(source: str, config: FileDataConfig, *, most: int | None = None)
     readable = [row.values for row in first if not row.problem]
     if not readable:
         raise ValueError(f"{source}, {row_unit(source)} {first[0].number}: {first[0].problem}")
-    report = SourceReport(source=source, columns=choose_columns(readable, config, source=source))
+    columns = choose_columns(readable, config, source=source)
+    report = SourceReport(source=source, columns=columns, unread=columns.unread(readable))
     # Row by row: all rows of DAPO do not fit into memory, the unique rows do.
-    usable = _usable_rows(itertools.chain(first, rows), report)
-    return remove_duplicates(usable, report), report
+    usable = _usable_rows(itertools.chain(first, rows), config, report)
+    unique = remove_duplicates(usable, report, sees_rows=judgement.sees_rows)
+    unusable = judgement.unusable([row.answer for row in unique])
+    for position, problem in unusable.items():
+        report.refuse(unique[position], f"{columns.answer_key} {problem}")
+    return [row for position, row in enumerate(unique) if position not in unusable], report
 
 
-def _usable_rows(rows: Iterator[RawRow], report: SourceReport) -> Iterator[Row]:
+def _usable_rows(rows: Iterator[RawRow], config: FileDataConfig, report: SourceReport) -> Iterator[Row]:
     """Rows that have a prompt and an answer; other rows go to the report."""
     columns = report.columns
     for row in rows:
@@ -127,17 +201,17 @@ def _usable_rows(rows: Iterator[RawRow], report: SourceReport) -> Iterator[Row]:
         try:
             if row.problem:
                 raise ValueError(row.problem)
-            prompt = _prompt_value(columns.prompt(row.values), columns.prompt_key)
+            prompt = prompt_value(columns.prompt(row.values), columns.prompt_key, continues=config.continue_assistant)
             answer = _answer_text(columns.answer(row.values), columns.answer_key)
         except ValueError as error:
-            report.refuse(row.number, str(error), row.values)
+            report.refuse(row, str(error))
             continue
-        yield Row(number=row.number, prompt=prompt, answer=answer, others=columns.others(row.values))
+        yield Row(number=row.number, prompt=prompt, answer=answer, others=columns.others(row.values), place=row.place)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Same:
-    """Rows that share one prompt."""
+    """Rows of which all is the same that the policy, and code of the user, can see."""
 
     first: Row
     answer: str
@@ -146,16 +220,23 @@ class _Same:
     contradict: bool = False
 
 
-def remove_duplicates(rows: Iterable[Row], report: SourceReport) -> list[Row]:
-    """The first row of each prompt; no row of a prompt whose rows have different answers.
+def remove_duplicates(rows: Iterable[Row], report: SourceReport, *, sees_rows: bool) -> list[Row]:
+    """The first of the rows that are the same; no row of those that are the same and have different answers.
 
-    Source: DAPO's published parquet repeats every problem, see https://arxiv.org/abs/2503.14476; a prompt with two
-    answers would be rewarded for one of them and punished for the other.
+    Rows are the same if their prompts are, and, with `sees_rows`, all other columns. Source: DAPO's published parquet
+    repeats every problem, see https://arxiv.org/abs/2503.14476; a prompt with two answers would be rewarded for one of
+    them and punished for the other.
     """
     found: dict[bytes, _Same] = {}
+    asked: set[bytes] = set()
     for row in rows:
-        key = xxhash.xxh3_128_digest(orjson.dumps(row.prompt, option=orjson.OPT_SORT_KEYS))
         answer = same_answer_key(row.answer)
+        seen = {"prompt": row.prompt, "others": plain(row.others) if sees_rows else None}
+        key = _digest(seen)
+        if sees_rows:
+            question = _digest([row.prompt, answer])
+            report.num_told_apart += question in asked and key not in found
+            asked.add(question)
         same = found.setdefault(key, _Same(first=row, answer=answer))
         same.contradict |= same.answer != answer
         same.numbers.append(row.number)
@@ -165,6 +246,10 @@ def remove_duplicates(rows: Iterable[Row], report: SourceReport) -> list[Row]:
     return kept
 
 
+def _digest(value: object) -> bytes:
+    return xxhash.xxh3_128_digest(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
+
+
 def same_answer_key(answer: str) -> str:
     """A key that is equal for equal answers: the text after "####", numbers by value."""
     stated = answer.rpartition(ANSWER_MARK)[2].strip()
@@ -172,11 +257,24 @@ def same_answer_key(answer: str) -> str:
     return stated if number is None else plain_number(number)
 
 
+def _note_control(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, report: SourceReport) -> None:
+    """Note the rows whose texts hold control tokens: whoever wrote such a text may not have meant them as such."""
+    tokens = control_tokens(tokenizer)
+    if not tokens:
+        return
+    pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    for row in rows:
+        texts = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
+        found = next((found for text in texts if (found := pattern.search(text)) is not None), None)
+        if found is not None:
+            report.control[row.number] = found.group()
+
+
 def _templated(
     rows: list[Row], config: FileDataConfig, template: ChatTemplate | None, report: SourceReport
 ) -> list[Row]:
-    """The rows with their text in the form that the engine reads. Raises ValueError if the template hangs on a row."""
-    chats: list[Messages] = []
+    """The rows with their text in the form that the engine reads. Raises ValueError if the template is broken."""
+    chats: dict[int, Messages] = {}
     for row in rows:
         if isinstance(row.prompt, str):
             report.has_text = True
@@ -185,17 +283,22 @@ def _templated(
         else:
             report.has_messages = row.templated = True
         if row.templated:
-            chats.append([{"role": "user", "content": row.text}] if isinstance(row.prompt, str) else row.prompt)
+            is_text = isinstance(row.prompt, str)
+            chats[row.number] = [{"role": "user", "content": row.text}] if is_text else row.prompt  # type: ignore[assignment]
     done: list[Row] = []
-    rendered = itertools.repeat(NO_TEMPLATE) if template is None else template.render(chats)
+    rendered = itertools.repeat(NO_TEMPLATE) if template is None else template.render(list(chats.values()))
     for row in rows:
         if row.templated:
+            chat = chats[row.number]
             try:
                 row.text, problem = next(rendered)
             except TemplateError as error:
-                raise ValueError(f"{report.source}, {row_unit(report.source)} {row.number}: {error}") from error
+                place = row.place or f"{report.source}, {row_unit(report.source)} {row.number}"
+                raise ValueError(f"{place}: {error}") from error
+            if template is not None:
+                problem = role_problem(chat, template.text) or problem or left_out_problem(chat, row.text)
             if problem:
-                report.refuse(row.number, problem, {"prompt": row.prompt, "answer": row.answer})
+                report.refuse(row, problem)
                 continue
         done.append(row)
     return done
@@ -207,14 +310,12 @@ def _tokenized(
     prompts: list[Prompt] = []
     for templated in (True, False):
         chosen = [row for row in rows if row.templated is templated]
-        # A chat template already contains the special tokens.
-        token_ids = tokenize([row.text for row in chosen], tokenizer, add_special_tokens=not templated)
+        token_ids = prompt_ids([row.text for row in chosen], tokenizer, templated=templated)
         for row, ids in zip(chosen, token_ids, strict=True):
             if not 0 < len(ids) <= config.max_prompt_tokens:
                 limit = f"{len(ids)} prompt tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}"
                 problem = limit if ids else f"{report.columns.prompt_key} has no tokens"
-                values = {"prompt": row.prompt, "answer": row.answer}
-                report.refuse(row.number, problem, values, prompt_tokens=len(ids) or None)
+                report.refuse(row, problem, prompt_tokens=len(ids) or None)
                 continue
             prompts.append(
                 Prompt(prompt_id=row.number - 1, token_ids=ids, text=row.text, answer=row.answer, row=plain(row.others))
@@ -222,42 +323,19 @@ def _tokenized(
     return sorted(prompts, key=lambda prompt: prompt.prompt_id)
 
 
-def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[list[int]]:
-    """Token ids of each text."""
-    if not texts:
-        return []
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
-    return ids
-
-
-def _prompt_value(value: object, key: str) -> str | Messages:
-    """Checked text or chat messages of a prompt. Raises ValueError."""
-    if value is None:
-        raise ValueError(f"{key} is missing")
-    if isinstance(value, str):
-        if not value.strip():
-            raise ValueError(f"{key} is empty")
-        return checked_text(value, key)
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{key} must be text or a list of chat messages, got {value!r:.80}")
-    for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f"{key} has a chat message without role or content: {message!r:.80}")
-        checked_text(message["content"], key)
-    if not any(message["content"].strip() for message in value):
-        raise ValueError(f"{key} is empty")
-    messages: Messages = plain(value)
-    return messages
-
-
 def _answer_text(value: object, key: str) -> str:
-    """The reference as text: 42 and 42.0 both become "42". Raises ValueError."""
+    """The reference as text: 42 and 42.0 both become "42", 1e-05 becomes "0.00001". Raises ValueError.
+
+    A list with one answer is that answer.
+    """
+    if isinstance(value, list) and len(value) == 1:
+        [value] = value
     if value is None or value == "":
         raise ValueError(f"{key} is missing")
     if isinstance(value, str) and value.strip():
         return checked_text(value, key)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return str(int(value)) if value.is_integer() else str(value)
+    if isinstance(value, float | Decimal) and math.isfinite(value):
+        return plain_number(Decimal(str(value)))
     raise ValueError(f"{key} must be text or a finite number, got {value!r:.80}")

@@ -4,8 +4,8 @@
 `rollout/collect/evaluate.py` call the `Scorer`.
 """
 
-from rollout.rewards.references import unusable_references
+from rollout.rewards.references import judgement, unusable_references
 from rollout.rewards.rules import RULES
 from rollout.rewards.scorer import RewardError, Scorer, ScoreStats, try_reward
 
-__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer", "try_reward", "unusable_references"]
+__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer", "judgement", "try_reward", "unusable_references"]

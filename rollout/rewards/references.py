@@ -5,8 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from functools import cache
 
-from rollout.rewards.pool import Failure, Outcome
+from algorithms.config import Problem
+from rollout.data.data_files import DataError
+from rollout.data.file_prompts import Judgement
+from rollout.processes.custom_code import is_custom
+from rollout.rewards.pool import Failure, Outcome, RewardPoolError
 from rollout.rewards.rules import RULES, RewardRule
 from rollout.rewards.scorer import POLL_S, make_pool
 from rollout.task_config import RewardConfig
@@ -14,6 +19,31 @@ from rollout.task_config import RewardConfig
 _READABLE = re.compile(r"-?(?:[0-9]{1,15}(?:\.[0-9]{1,15})?|\\[dt]?frac\{[0-9]{1,15}\}\{[1-9][0-9]{0,14}\})")
 r"""Numbers, \frac{..}{..} of whole numbers included, that math-verify reads for certain. Most references are such, and
 the parser takes milliseconds for each."""
+
+
+def judgement(config: RewardConfig, *, own_rollout: bool) -> Judgement:
+    """What `config` needs of the rows; `own_rollout` is True if a rollout function of the user sees them too."""
+
+    def unusable(answers: Sequence[str]) -> dict[int, str]:
+        known = _verdicts(config.function)
+        new = [answer for answer in dict.fromkeys(answers) if answer not in known]
+        try:
+            problems = unusable_references(config, new)
+        except RewardPoolError as error:
+            rule = "must be a function that can be loaded"
+            raise DataError(
+                Problem(key="reward.function", rule=rule, value=config.function, remedy=str(error))
+            ) from error
+        known |= {answer: problems.get(position, "") for position, answer in enumerate(new)}
+        return {position: known[answer] for position, answer in enumerate(answers) if known[answer]}
+
+    return Judgement(unusable=unusable, sees_rows=own_rollout or is_custom(config.function))
+
+
+@cache
+def _verdicts(function: str) -> dict[str, str]:
+    """Reference -> what was found of it in this process, which reads the rows twice: for the check and for the run."""
+    return {}
 
 
 def unusable_references(config: RewardConfig, answers: Sequence[str]) -> dict[int, str]:

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from rollout.data.arithmetic import arithmetic_problems, save_tokenizer
-from rollout.data.dataset import PromptStream, load_dataset, prompts_digest, stop_token_ids
+from rollout.data.dataset import PromptStream, load_dataset, prompts_digest
+from rollout.data.turn_ends import stop_token_ids
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig
 from rollout.types import Prompt
 

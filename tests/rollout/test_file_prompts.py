@@ -123,7 +123,7 @@ PAIRS = st.lists(st.tuples(st.sampled_from("pqrs"), st.sampled_from(["1", "1.0",
 def test_duplicates_and_contradictions(pairs):
     rows = [Row(number=n, prompt=p, answer=a, others={}) for n, (p, a) in enumerate(pairs, start=1)]
     report = SourceReport(source="f", columns=None)
-    kept = remove_duplicates(rows, report)
+    kept = remove_duplicates(rows, report, sees_rows=False)
     answers = defaultdict(set)
     for prompt, answer in pairs:
         answers[prompt].add(answer.removesuffix(".0"))
@@ -134,7 +134,7 @@ def test_duplicates_and_contradictions(pairs):
     assert report.contradictions == [row.number for row in rows if len(answers[row.prompt]) > 1]
     assert len(kept) + report.num_duplicates + len(report.contradictions) == len(rows)
     again = SourceReport(source="f", columns=None)
-    assert remove_duplicates(kept, again) == kept
+    assert remove_duplicates(kept, again, sees_rows=False) == kept
     assert (again.num_duplicates, again.contradictions) == (0, [])
 
 

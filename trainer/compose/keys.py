@@ -19,7 +19,7 @@ from trainer.compose.renamed import SYNONYMS, renamed_hint
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
 
 Kinds = Mapping[str, type]
-WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null", Any: "any value"}
 
 
 def field_names(kind: type) -> list[str]:

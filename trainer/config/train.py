@@ -122,7 +122,7 @@ class TrainConfig(Checked):
     @property
     def eval_sampling(self) -> SamplingConfig:
         """Sampling parameters of an evaluation."""
-        given = {spec.name: getattr(self.eval, spec.name) for spec in fields(self.sampling)}
+        given = {spec.name: getattr(self.eval, spec.name, None) for spec in fields(self.sampling)}
         return replace(self.sampling, **{name: value for name, value in given.items() if value is not None})
 
     def notes(self) -> Iterator[str]:

@@ -370,6 +370,7 @@ def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: 
             group_size=config.batch.group_size,
             seed=config.run.seed,
             stop_token_ids=task.stop_token_ids,
+            past_end=task.past_end,
             min_group_size=config.min_group_size,
             max_lag_steps=config.max_lag_steps,
             unfinished=unfinished,

@@ -13,9 +13,10 @@ from transformers.utils import logging as transformers_logging
 
 from algorithms.config import Problem
 from rollout.data.data_files import DataError
-from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_dataset, stop_token_ids
+from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_dataset
 from rollout.data.hub import SNAPSHOT_FILES, limit_silence
 from rollout.data.tokenizer import load_tokenizer
+from rollout.data.turn_ends import past_end_note, stop_token_ids
 from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
 from trainer.config.train import TrainConfig
@@ -23,7 +24,7 @@ from trainer.config.training import ArithmeticModelConfig, HFModelConfig, SmolLM
 from trainer.policy.model import check_files
 from trainer.run.base_model import build_base_model
 from trainer.run.smollm2 import build_smollm2
-from trainer.run.task_check import context_problems, vocabulary_problems
+from trainer.run.task_check import context_problems, data_judgement, vocabulary_problems
 from trainer.rundir.cache import Progress
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.model_mark import model_mark
@@ -45,6 +46,8 @@ class Task:
     tokenizer: PreTrainedTokenizerBase
     dataset: Dataset
     stop_token_ids: tuple[int, ...]
+    past_end: int | None
+    """Token with which the chat template ends an answer, if no response ends there."""
     scorer: Scorer
     model_mark: str | None = None
     """Tells the weights of the model apart from others; None of a model that Parity makes and trains as a whole."""
@@ -135,8 +138,9 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     model_path = resolve_model(config, progress=progress) if model_path is None else model_path
     try:
         tokenizer = load_tokenizer(model_path)
-        stop_ids = stop_token_ids(tokenizer, model_path)
-        dataset = load_dataset(config.data, tokenizer, eval_sets=config.eval.sets)
+        stop_ids = stop_token_ids(tokenizer, model_path, stop=config.sampling.stop)
+        judgement = data_judgement(config)
+        dataset = load_dataset(config.data, tokenizer, eval_sets=config.eval.sets, judgement=judgement)
     except DataError as error:
         raise StartError(*error.problems) from error
     except Exception as error:  # transformers raises whatever its readers of files raise
@@ -145,6 +149,9 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         raise StartError(Problem(key="model.path", rule=rule, value=str(model_path), remedy=reason)) from error
     if not trains or isinstance(config.model, HFModelConfig):
         _compare_files("model.path" if trains else "checkpoint", model_path)
+    past_end = dataset.turn_end if dataset.turn_end not in stop_ids else None
+    if past_end is not None:
+        dataset.notes.append(past_end_note(past_end, tokenizer))
     if trains and config.batch.prompts_per_step > len(dataset.train):
         step, there = config.batch.prompts_per_step, len(dataset.train)
         dataset.notes.append(f"batch.prompts_per_step={step} takes prompts twice in a step: there are {there}")
@@ -166,6 +173,7 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         tokenizer=tokenizer,
         dataset=dataset,
         stop_token_ids=stop_ids,
+        past_end=past_end,
         scorer=Scorer(config.reward, max_new_tokens=config.sampling.max_new_tokens, decode=decode),
         model_mark=model_mark(model_path) if has_mark else None,
     )

@@ -15,9 +15,10 @@ from algorithms.config import Problem
 from rollout.config import SGLangConfig
 from rollout.data.data_files import DataError, is_local
 from rollout.data.dataset import first_row, load_dataset
+from rollout.data.file_prompts import Judgement
 from rollout.episodes.running import try_rollout_function
 from rollout.processes.custom_code import is_custom
-from rollout.rewards import try_reward
+from rollout.rewards import judgement, try_reward
 from rollout.sglang.stacked import parts_apart
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
@@ -269,10 +270,15 @@ def _episode_problems(config: TrainConfig) -> Iterator[Problem]:
         yield config.broken("episode.function", "must be a rollout function that can be loaded", f"It failed: {reason}")
 
 
+def data_judgement(config: TrainConfig) -> Judgement:
+    """What the reward, and code of the user, need of the rows of a run."""
+    return judgement(config.reward, own_rollout=config.episode.function is not None)
+
+
 def _data_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield the problems of the rows, and of the reward function with the first of them."""
     try:
-        prompt = first_row(config.data, config.eval.sets)
+        prompt = first_row(config.data, config.eval.sets, data_judgement(config))
     except DataError as error:
         yield from error.problems
         return

@@ -1,0 +1,141 @@
+"""The value of a prompt column -> text, or chat messages that a chat template can render. Is it a prompt at all?
+
+Other libraries write messages in several forms: with the fields of all messages, null where a message has none; with
+content in parts; as JSON text in a column of texts. They are read as their writer meant. A conversation that renders
+without an error and is no prompt, such as one whose last word is the assistant's, is a bad row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.data.data_files import checked_text, plain
+
+Messages = list[dict[str, Any]]
+"""Chat messages: each has "role" and "content", both texts, and further fields of its template."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that are known. A template can know others: it names them."""
+USUAL_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
+"""Role in some data sets -> its name in chat templates."""
+SHOWN_ROLES = ("system", "developer", "user")
+"""Roles whose messages a template must show; it may leave out what the assistant thought."""
+_PYTHON_MESSAGES = re.compile(r"\[\s*\{\s*'(?:role|content|from|value)'\s*:")
+
+
+def prompt_value(value: object, key: str, *, continues: bool) -> str | Messages:
+    """Checked text or chat messages of the column `key`; `continues` allows a last message of the assistant.
+
+    Raises ValueError for what is no prompt.
+    """
+    if value is None:
+        raise ValueError(f"{key} is missing")
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f"{key} is empty")
+        checked_text(value, key)
+        if _PYTHON_MESSAGES.match(value.lstrip()):
+            raise ValueError(f"{key} is a list of chat messages in the form of Python. Save the column as JSON")
+        found = _messages_in(value)
+        if found is None:
+            return value
+        value = found
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{key} must be text or a list of chat messages, got {value!r:.80}")
+    messages = [_message(message, key) for message in value]
+    _refuse_no_prompt(messages, key, continues=continues)
+    return messages
+
+
+def _messages_in(text: str) -> list[Any] | None:
+    """The messages of which `text` is the JSON, as csv files hold them; None for any other text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_list = isinstance(found, list) and bool(found)
+    return found if is_list and all(isinstance(each, dict) and _names_role(each) for each in found) else None
+
+
+def _names_role(message: dict[str, Any]) -> bool:
+    return "role" in message or "from" in message
+
+
+def _message(message: object, key: str) -> dict[str, Any]:
+    """One message with text as content, without the fields that are null. Raises ValueError."""
+    if isinstance(message, dict) and "role" not in message and "from" in message:
+        raise ValueError(
+            f"{key} has messages with from and value. Rename them to role and content, and human to user, gpt to "
+            "assistant"
+        )
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"{key} has a chat message without role or content: {message!r:.80}")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if isinstance(content, list):
+        content = _joined_parts(content, key)
+    if not isinstance(content, str):
+        raise ValueError(f"{key} has a chat message without role or content: {message!r:.80}")
+    fields: dict[str, Any] = _without_null(plain(message))
+    return fields | {"content": checked_text(content, key)}
+
+
+def _joined_parts(parts: Sequence[Any], key: str) -> str:
+    """The text of content in parts, as OpenAI's API writes it, a line for each part. Raises ValueError."""
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
+            raise ValueError(f"{key} has content of the type {kind}; Parity trains on text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _without_null(value: Any) -> Any:
+    """`value` without the fields that are null: a table gives every message the fields of all messages."""
+    if isinstance(value, dict):
+        return {name: _without_null(member) for name, member in value.items() if member is not None}
+    return [_without_null(member) for member in value] if isinstance(value, list) else value
+
+
+def _refuse_no_prompt(messages: Messages, key: str, *, continues: bool) -> None:
+    """Raise ValueError for messages after which the model has nothing to answer."""
+    asked = [message for message in messages if message["role"] not in ("system", "developer", "assistant")]
+    if not asked:
+        raise ValueError(f"{key} has no message of a user")
+    if not any(message["content"].strip() for message in asked):
+        raise ValueError(f"{key} is empty")
+    if messages[-1]["role"] in ("assistant", *(r for r, usual in USUAL_ROLES.items() if usual == "assistant")):
+        if not continues:
+            raise ValueError(
+                f"{key} ends with a message of the assistant, which would be its answer. Remove that message, or set "
+                "data.continue_assistant=true if the response goes on with it"
+            )
+        if not messages[-1]["content"].strip():
+            raise ValueError(f"{key} ends with an empty message of the assistant. Remove it")
+
+
+def role_problem(messages: Messages, template: str) -> str:
+    """The reason why `template`, its text, would take a role of `messages` for something else; "" if it knows them."""
+    for message in messages:
+        role = message["role"]
+        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            usual = f", which is {USUAL_ROLES[role]} here" if role in USUAL_ROLES else ""
+            return f"the role {role!r} is none that the chat template knows ({', '.join(ROLES)}){usual}"
+    return ""
+
+
+def left_out_problem(messages: Messages, text: str) -> str:
+    """The reason why `text`, which a template made of `messages`, is not their prompt: a message is not in it."""
+    written = "".join(text.split())
+    for message in messages:
+        if message["role"] in SHOWN_ROLES and "".join(message["content"].split()) not in written:
+            return f"the chat template leaves out the message of the {message['role']}: write its text into another one"
+    return ""

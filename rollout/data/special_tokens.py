@@ -1,0 +1,35 @@
+"""Special tokens of a tokenizer: those around a prompt, and the texts that it reads as control tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def prompt_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, templated: bool) -> list[list[int]]:
+    """Token ids of each text, with the special tokens that a tokenizer puts around a prompt.
+
+    A text that is `templated` has its special tokens. Of any other the beginning-of-sequence token stands once, also if
+    the text names it itself, and no end-of-sequence token ends the prompt: the response goes on with it.
+    """
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=not templated)["input_ids"]
+    return ids if templated else [_open_ended(each, tokenizer) for each in ids]
+
+
+def _open_ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    first, last = 0, len(ids)
+    while last and ids[last - 1] == tokenizer.eos_token_id:
+        last -= 1
+    while last - first > 1 and ids[first] == ids[first + 1] == tokenizer.bos_token_id:
+        first += 1
+    return ids[first:last]
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The texts that the tokenizer reads as control tokens, such as <|im_end|>, wherever they stand."""
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return added | set(tokenizer.all_special_tokens)

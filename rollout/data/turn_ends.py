@@ -1,0 +1,88 @@
+"""Where a response ends: the tokens at which an engine stops, and the token that the chat template writes there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from algorithms.config import Problem
+from algorithms.config.similar import similar
+from rollout.data.chat_template import ChatTemplate, TemplateError
+from rollout.data.data_files import DataError
+from rollout.data.special_tokens import control_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EOS_FILES = ("generation_config.json", "config.json")
+"""Files of a model that name its end-of-sequence tokens. SGLang stops at those of both."""
+ANSWER = "The answer is 7"
+STOP_KEY = "sampling.stop"
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, model_path: Path, *, stop: Sequence[str | int] = ()
+) -> tuple[int, ...]:
+    """Token ids that end a response, sorted: the tokenizer's end of a sequence, those that the model's files name, and
+    those of `stop`, which are ids or texts of one token.
+
+    Raises ValueError if there is no such token, because every response would run into sampling.max_new_tokens, and
+    DataError if the vocabulary has no such token of `stop`.
+    """
+    ids = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
+    for name in EOS_FILES:
+        if (model_path / name).is_file():
+            ids.update(_eos_ids(json.loads((model_path / name).read_text(encoding="utf-8"))))
+    ids.update(_stop_ids(tokenizer, stop))
+    if not ids:
+        raise ValueError(
+            f"{model_path} names no end-of-sequence token: set eos_token in tokenizer_config.json "
+            f"or eos_token_id in generation_config.json, or name tokens with {STOP_KEY}"
+        )
+    return tuple(sorted(ids))
+
+
+def _eos_ids(described: dict[str, Any]) -> Iterator[int]:
+    for part in (described, described.get("text_config") or {}):
+        listed = part.get("eos_token_id")
+        yield from listed if isinstance(listed, list) else [] if listed is None else [listed]
+
+
+def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str | int]) -> Iterator[int]:
+    """The id of each member of `stop`. Raises DataError for all that are none."""
+    problems = []
+    for each in stop:
+        ids = [each] if isinstance(each, int) else tokenizer(each, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1 and 0 <= ids[0] < len(tokenizer):
+            yield ids[0]
+            continue
+        known = sorted(control_tokens(tokenizer))
+        remedy = f"Its control tokens are {', '.join(known)}."
+        if isinstance(each, str) and (close := similar(each, known)):
+            remedy = f"Did you mean {close}? {remedy}"
+        problems.append(Problem(key=STOP_KEY, rule="must name tokens of the model", value=each, remedy=remedy))
+    if problems:
+        raise DataError(*problems)
+
+
+def turn_end(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The control token that `template` writes after an answer; None if it writes none, or refuses a short chat."""
+    try:
+        written, _ = template.whole([{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": ANSWER}])
+    except TemplateError:
+        return None
+    _, answer, rest = written.rpartition(ANSWER)
+    control = control_tokens(tokenizer)
+    ids: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"] if answer else []
+    return next((token for token in ids if tokenizer.convert_ids_to_tokens(token) in control), None)
+
+
+def past_end_note(token_id: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A sentence about a turn's end that ends no response."""
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    return (
+        f"the chat template ends an answer with {token}, and no response ends there: it goes on, with turns that the "
+        f"model makes up. {STOP_KEY}=['{token}'] ends it there"
+    )

@@ -1,0 +1,127 @@
+"""Chat messages of other people's files: read as they were meant, or a bad row that says what is wrong."""
+
+import json
+import re
+
+import pytest
+from data_cases import TEMPLATE, byte_tokenizer, write_rows
+
+from rollout.data.chat_template import TIMEOUT_S
+from rollout.data.dataset import load_dataset
+from rollout.task_config import FileDataConfig, OnBadRow
+
+ASKED = {"role": "user", "content": "2+3?"}
+ANSWERED = {"role": "assistant", "content": "It is"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def loaded(tmp_path, tokenizer, *prompts, suffix=".jsonl", **changes):
+    rows = [{"prompt": prompt, "label": str(number)} for number, prompt in enumerate(prompts)]
+    source = write_rows(tmp_path / f"rows{suffix}", rows)
+    return load_dataset(FileDataConfig(train_path=source, eval_path=source, **changes), tokenizer)
+
+
+def refused(tmp_path, tokenizer, prompt, **changes):
+    data = loaded(tmp_path, tokenizer, [ASKED], prompt, on_bad_row=OnBadRow.skip, **changes)
+    assert [each.prompt_id for each in data.train] == [0]
+    return data.skipped[0].problem
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([ASKED, ANSWERED], "ends with a message of the assistant.*data.continue_assistant=true"),
+        ([ANSWERED], "has no message of a user"),
+        ([{"role": "system", "content": "Add."}], "has no message of a user"),
+        (
+            [{"role": "system", "content": "Add."}, {"role": "developer", "content": "Be brief."}],
+            "no message of a user",
+        ),
+        ([{"role": "system", "content": "Add."}, {"role": "user", "content": " \n"}], "is empty"),
+        ([{"role": "human", "content": "2+3?"}], "role 'human' is none that the chat template knows .* user here"),
+        ([ASKED, {"role": "gpt", "content": "5"}], "ends with a message of the assistant"),
+        ([ASKED, {"role": "judge", "content": "?"}], "role 'judge' is none that the chat template knows"),
+        ([{"from": "human", "value": "2+3?"}], "Rename them to role and content, and human to user"),
+        (json.dumps([ASKED, ANSWERED]), "ends with a message of the assistant"),
+        (json.dumps([{"from": "human", "value": "2+3?"}]), "Rename them to role and content"),
+        (str([ASKED]), "in the form of Python. Save the column as JSON"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x.png"}]}], "content of the type image_url"),
+        ([{"role": "user", "content": None}], "without role or content"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "half of a surrogate pair"),
+    ],
+)
+def test_a_conversation_that_is_no_prompt_is_a_bad_row(tmp_path, tokenizer, prompt, problem):
+    assert re.search(problem, refused(tmp_path, tokenizer, prompt))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        (json.dumps([ASKED]), "[user]2+3?[assistant]"),
+        ([{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}],
+         "[user]2+\n3?[assistant]"),
+        ([ASKED, {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}, ASKED],
+         "[user]2+3?[assistant][user]2+3?[assistant]"),
+        # A list in a text is no conversation.
+        ("[1, 2] + [3] = ?", "[user][1, 2] + [3] = ?[assistant]"),
+        ('[{"a": 1}] has how many members?', '[user][{"a": 1}] has how many members?[assistant]'),
+    ],
+)  # fmt: skip
+def test_messages_are_read_as_their_writer_meant(tmp_path, tokenizer, prompt, text):
+    assert loaded(tmp_path, tokenizer, prompt).train[0].text == text
+
+
+def test_messages_of_a_table_have_no_fields_that_are_null(tmp_path, tokenizer):
+    """Parquet gives each message the fields of all; templates ask with `in` whether a message has one."""
+    tokenizer = byte_tokenizer(tmp_path / "other")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'name' in m %}{{ m.name + ': ' }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    named = {"role": "user", "content": "3?", "name": "Ada"}
+    data = loaded(tmp_path, tokenizer, [ASKED, named], suffix=".parquet")
+    assert data.train[0].text == "2+3?Ada: 3?"
+
+
+def test_json_text_of_messages_in_a_csv_file(tmp_path, tokenizer):
+    data = loaded(tmp_path, tokenizer, json.dumps([{"role": "system", "content": "Add."}, ASKED]), suffix=".csv")
+    assert data.train[0].text == "[system]Add.[user]2+3?[assistant]"
+
+
+def test_a_response_goes_on_with_the_last_message_by_a_key(tmp_path, tokenizer):
+    data = loaded(tmp_path, tokenizer, [ASKED, ANSWERED], [ASKED], continue_assistant=True)
+    assert [each.text for each in data.train] == ["[user]2+3?[assistant]It is", "[user]2+3?[assistant]"]
+    assert data.train[0].token_ids == tokenizer(data.train[0].text, add_special_tokens=False)["input_ids"]
+    empty = [ASKED, {"role": "assistant", "content": " "}]
+    assert "empty message of the assistant" in refused(tmp_path, tokenizer, empty, continue_assistant=True)
+
+
+def test_a_role_that_the_template_names_is_known(tmp_path, tokenizer):
+    tokenizer = byte_tokenizer(tmp_path / "other")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'ipython' %}>{% endif %}{{ m.content }}{% endfor %}"
+    )
+    assert loaded(tmp_path, tokenizer, [ASKED, {"role": "ipython", "content": "5"}]).train[0].text == "2+3?>5"
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_message_that_the_template_leaves_out_makes_a_bad_row(tmp_path, role):
+    tokenizer = byte_tokenizer(tmp_path / "other")
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}[user]{{ m.content | trim }}{% endfor %}"
+    said = {"role": role, "content": "Add."}
+    assert f"leaves out the message of the {role}" in refused(tmp_path, tokenizer, [said, ASKED])
+    assert loaded(tmp_path, tokenizer, [{"role": "user", "content": " 2+3?\n"}]).train[0].text == "[user]2+3?"
+
+
+def test_one_prompt_that_the_template_cannot_end_is_a_bad_row(tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout.data.chat_template.TIMEOUT_S", 2.0)
+    assert TIMEOUT_S == 10.0
+    tokenizer = byte_tokenizer(tmp_path / "other")
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer.chat_template = TEMPLATE + "{% if messages[0].content == 'hang' %}" + endless + "{% endif %}"
+    data = loaded(tmp_path, tokenizer, "a", "hang", "b", on_bad_row=OnBadRow.skip)
+    assert [each.text for each in data.train] == ["[user]a[assistant]", "[user]b[assistant]"]
+    assert data.skipped[0].number == 2 and "no answer within 2 s" in data.skipped[0].problem

@@ -1,0 +1,202 @@
+"""Sources as other libraries and other people leave them: read as meant, or refused with the way in."""
+
+import gzip
+import json
+from decimal import Decimal
+
+import datasets
+import pyarrow
+import pytest
+from data_cases import BOS, EOS, byte_tokenizer, write_rows
+from pyarrow import parquet
+
+from algorithms.config import ConfigError
+from rollout.data.data_files import DataError, read_rows
+from rollout.data.dataset import first_row, load_dataset
+from rollout.data.file_prompts import Judgement
+from rollout.rewards import judgement
+from rollout.task_config import FileDataConfig, OnBadRow, RewardConfig
+
+OWN = "own.py:reward"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def config(source, **changes):
+    return FileDataConfig(**{"train_path": str(source), "eval_path": str(source), "chat_template": False, **changes})
+
+
+def judged(function="exact_match", *, own_rollout=False):
+    return judgement(RewardConfig(function=function, num_workers=1), own_rollout=own_rollout)
+
+
+def test_the_files_of_a_pattern_are_one_source(tmp_path, tokenizer):
+    write_rows(tmp_path / "part-0.jsonl", [{"question": "a", "answer": "1"}, {"question": "b", "answer": ""}])
+    write_rows(tmp_path / "part-1.jsonl", [{"question": "c", "answer": "3"}, {"question": "d", "answer": ""}])
+    write_rows(tmp_path / "other.jsonl", [{"question": "x", "answer": "9"}])
+    pattern = tmp_path / "part-*.jsonl"
+    data = load_dataset(config(pattern, on_bad_row=OnBadRow.skip), tokenizer)
+    assert [(each.prompt_id, each.text) for each in data.train] == [(0, "a"), (2, "c")]
+    assert [str(row).partition(":")[0] for row in data.skipped[:2]] == [
+        f"{tmp_path}/part-0.jsonl, line 2", f"{tmp_path}/part-1.jsonl, line 2",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"no-\*.jsonl'. No file has a name like that"):
+        config(tmp_path / "no-*.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("path", "way_in"),
+    [
+        ("hf://datasets/openai/gsm8k/main/train.parquet", "is named like openai/gsm8k@train"),
+        ("hf://datasets/openai/gsm8k@main/train.parquet", "is named like openai/gsm8k@train"),
+        ("https://example.org/train.jsonl?raw=1", "Fetch the file, and name it"),
+        ("s3://bucket/train.parquet", "Fetch the file, and name it"),
+    ],
+)
+def test_an_address_is_refused_with_the_way_in(path, way_in):
+    with pytest.raises(ConfigError, match=way_in):
+        config(path)
+
+
+def test_data_sets_that_were_saved_to_the_disk(tmp_path, tokenizer):
+    rows = datasets.Dataset.from_list([{"question": "a", "answer": "1"}])
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "dict")
+    for source in ("one@train", "dict@train", "dict@test"):
+        assert [each.text for each in load_dataset(config(tmp_path / source), tokenizer).train] == ["a"]
+    with pytest.raises(DataError, match=r"it has .*dict@train, .*dict@test"):
+        load_dataset(config(tmp_path / "dict@validation"), tokenizer)
+    with pytest.raises(ConfigError, match=r"It is a directory: name files in it, as .* or .*one@train"):
+        config(tmp_path / "one")
+
+
+def test_numbers_are_what_was_written(tmp_path, tokenizer):
+    """Short floats, decimals, exponents, and a list of one answer, in columns and in fields."""
+    table = pyarrow.table({
+        "question": list("abcd"),
+        "answer": pyarrow.array([0.1, 1e-5, 42.0, 3.3e10], pyarrow.float32()),
+        "price": pyarrow.array([Decimal("1.50"), None, Decimal("2"), Decimal("0.10")], pyarrow.decimal128(5, 2)),
+        "nested": [{"gold": [{"value": 0.7}]}] * 4,
+    }).cast(
+        pyarrow.schema({
+            "question": pyarrow.string(), "answer": pyarrow.float32(), "price": pyarrow.decimal128(5, 2),
+            "nested": pyarrow.struct({"gold": pyarrow.list_(pyarrow.struct({"value": pyarrow.float16()}))}),
+        })
+    )  # fmt: skip
+    parquet.write_table(table, tmp_path / "short.parquet")
+    data = load_dataset(config(tmp_path / "short.parquet"), tokenizer, judgement=judged("gsm8k"))
+    assert [each.answer for each in data.train] == ["0.1", "0.00001", "42", "33000000000"]
+    assert data.train[0].row["nested"] == {"gold": [{"value": 0.7}]}
+    prices = config(tmp_path / "short.parquet", prompt_key="question", answer_key="price", on_bad_row=OnBadRow.skip)
+    assert [each.answer for each in load_dataset(prices, tokenizer).train] == ["1.5", "2", "0.1"]
+    rows = [{"question": question, "answer": answer} for question, answer in (("a", ["34"]), ("b", [7]))]
+    lists = write_rows(tmp_path / "lists.jsonl", rows)
+    assert [each.answer for each in load_dataset(config(lists), tokenizer).train] == ["34", "7"]
+
+
+def test_a_compressed_file_of_lines_is_named_as_such(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(gzip.compress(b'{"question": "a", "answer": "1"}\n'))
+    with pytest.raises(ValueError, match="Unpack it if it is compressed"):
+        list(read_rows(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("function", "answers", "bad"),
+    [
+        ("gsm8k", ["5", "so\n#### 1,200", "about 5", "1/2"], [3, 4]),
+        ("gsm8k_flexible", ["5", "9 (apples)"], [2]),
+        ("math", ["\\frac{1}{2}", "$x^2$", "}{"], [3]),
+        ("math_dapo", ["34", "\\boxed{34}", "We add.\nThe sum is 34."], [3]),
+        ("exact_match", ["about 5", "We add.\nThe sum is 34."], []),
+    ],
+)
+def test_every_reference_is_tried_by_the_rule_that_judges(tmp_path, tokenizer, function, answers, bad):
+    rows = [{"question": f"q{number}", "answer": answer} for number, answer in enumerate(answers)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    skipping = config(source, on_bad_row=OnBadRow.skip)
+    data = load_dataset(skipping, tokenizer, judgement=judged(function))
+    assert [row.number for row in data.skipped[: len(bad)]] == bad
+    assert len(data.train) == len(answers) - len(bad)
+    if bad:
+        with pytest.raises(DataError, match=f"line {bad[0]}: answer must be .*reward.function={function}"):
+            first_row(config(source), {}, judged(function))
+        assert first_row(skipping, {}, judged(function)).answer == answers[0]
+
+
+SEEDS = [{"prompt": "Play.", "label": "win", "extra_info": {"seed": seed}} for seed in (1, 2, 2, 3)]
+CONTEXTS = [{"question": "How many?", "answer": str(n), "body": f"A basket of {n} apples."} for n in (2, 3)]
+
+
+@pytest.mark.parametrize("seen", [judged(OWN), judged(own_rollout=True)])
+def test_rows_are_the_same_only_if_all_is_the_same_that_user_code_sees(tmp_path, tokenizer, seen):
+    source = write_rows(tmp_path / "seeds.jsonl", SEEDS)
+    data = load_dataset(config(source), tokenizer, judgement=seen)
+    assert [each.row["extra_info"]["seed"] for each in data.train] == [1, 2, 3]
+    assert any("2 rows have prompt and answer of another row and are kept" in note for note in data.notes)
+    assert any("1 duplicates removed" in note for note in data.notes)
+    contexts = write_rows(tmp_path / "contexts.jsonl", CONTEXTS)
+    assert len(load_dataset(config(contexts), tokenizer, judgement=seen).train) == 2
+    # The same row with two answers contradicts itself, whoever sees it.
+    twice = write_rows(tmp_path / "twice.jsonl", [*CONTEXTS, {**CONTEXTS[0], "answer": "9"}])
+    data = load_dataset(config(twice), tokenizer, judgement=seen)
+    assert [each.answer for each in data.train] == ["3"]
+
+
+def test_a_rule_sees_prompt_and_answer_alone(tmp_path, tokenizer):
+    source = write_rows(tmp_path / "seeds.jsonl", SEEDS)
+    assert len(load_dataset(config(source), tokenizer, judgement=judged()).train) == 1
+    assert not Judgement().sees_rows and not judged().sees_rows
+
+
+@pytest.mark.parametrize(
+    ("row", "unread"),
+    [
+        ({"body": "A basket.", "question": "How many?", "answer": "2", "id": "x1"}, "body"),
+        ({"question": "Which?", "answer": "B", "choices": ["4", "7"], "level": 3}, "choices"),
+        ({"question": "Which?", "answer": "B", "choices": {"label": ["A", "B"], "text": ["4", "7"]}}, "choices"),
+        ({"problem": "Add.", "answer": "2", "passage": "Two and two.", "solution": "It is 2."}, "passage, solution"),
+    ],
+)
+def test_a_layout_names_the_columns_with_text_that_it_leaves_out(tmp_path, tokenizer, row, unread):
+    source = write_rows(tmp_path / "rows.jsonl", [row])
+    notes = load_dataset(config(source), tokenizer).notes
+    assert any(f"columns with text that is in no prompt: {unread}. If one" in note for note in notes)
+    given = config(source, prompt_key="answer", answer_key="answer")
+    assert not any("in no prompt" in note for note in load_dataset(given, tokenizer).notes)
+
+
+def test_special_tokens_around_a_text(tmp_path, tokenizer):
+    from tokenizers import processors
+
+    def only(text, tokenizer=tokenizer, **changes):
+        source = write_rows(tmp_path / "rows.jsonl", [{"question": text, "answer": "1"}])
+        data = load_dataset(config(source, **changes), tokenizer)
+        return data.train[0].token_ids, [note for note in data.notes if "control tokens" in note]
+
+    plain, notes = only("2+3?")
+    assert plain[0] == BOS and notes == []
+    ids, notes = only("<bos>2+3?")
+    assert ids == plain and "(<bos> in line 1)" in notes[0]
+    assert only("<bos><bos>2+3?")[0] == plain
+    assert only("2+3?<eos>")[0] == plain
+    inside = only("2<eos>+3?")[0]
+    assert inside.count(EOS) == 1
+    _, notes = only("[user]<eos>2+3?", chat_template=True)
+    assert "Texts in the form of a chat template need data.chat_template=false" in notes[0]
+    adding = byte_tokenizer(tmp_path / "adding")
+    adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", BOS), ("<eos>", EOS)]
+    )
+    assert only("2+3?", adding)[0] == plain
+
+
+def test_one_note_counts_the_texts_with_control_tokens(tmp_path, tokenizer):
+    rows = [{"prompt": text, "label": "1"} for text in ("a", "b<eos>c", [{"role": "user", "content": "d<bos>e"}])]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    notes = [note for note in load_dataset(config(source), tokenizer).notes if "control tokens" in note]
+    assert len(notes) == 2 and all(": 2 (<eos> in line 2, ...)" in note for note in notes)  # training and held-out

@@ -1,0 +1,90 @@
+"""Ends of turns: what the template writes after an answer against what ends a response."""
+
+import json
+
+import numpy as np
+import pytest
+from data_cases import EOS, byte_tokenizer, write_rows
+
+from algorithms.config import ConfigError
+from rollout.collect.collect_stats import CollectStats
+from rollout.config import SamplingConfig
+from rollout.data.data_files import DataError
+from rollout.data.dataset import load_dataset
+from rollout.data.turn_ends import past_end_note, stop_token_ids
+from rollout.task_config import FileDataConfig
+from rollout.types import FinishReason, Prompt, Sample, SampleGroup
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+START, END = 258, 259
+
+
+@pytest.fixture
+def base_model(tmp_path):
+    """The tokenizer of a base model with ChatML: its end of a sequence is not the end of a turn."""
+    tokenizer = byte_tokenizer(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def turn_end(tmp_path, tokenizer, **changes):
+    source = write_rows(tmp_path / "rows.jsonl", [{"question": "2+3?", "answer": "5"}])
+    return load_dataset(FileDataConfig(train_path=source, eval_path=source, **changes), tokenizer).turn_end
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, END),
+        ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", EOS),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
+        ("{{ messages[0].content }}{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}", None),
+    ],
+)
+def test_the_token_that_the_template_writes_after_an_answer(tmp_path, base_model, template, end):
+    base_model.chat_template = template
+    assert turn_end(tmp_path, base_model) == end
+    assert turn_end(tmp_path, base_model, chat_template=False) is None
+
+
+def test_stop_names_tokens_and_ids(tmp_path, base_model):
+    assert stop_token_ids(base_model, tmp_path, stop=["<|im_end|>", 7]) == (7, EOS, END)
+    with pytest.raises(DataError) as caught:
+        stop_token_ids(base_model, tmp_path, stop=["<|im_ends|>", 9999, "two bytes"])
+    texts = [str(problem) for problem in caught.value.problems]
+    assert len(texts) == 3 and all(text.startswith("sampling.stop must name tokens of the model") for text in texts)
+    assert "Did you mean <|im_end|>?" in texts[0]
+    for wrong in ([""], [True], [0.5], [["<|im_end|>"]]):
+        with pytest.raises(ConfigError, match=r"stop must list texts of one token, or token ids"):
+            SamplingConfig(stop=wrong)
+
+
+def test_ends_that_config_json_names_count_as_with_sglang(tmp_path, base_model):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": END, "text_config": {"eos_token_id": [START]}}))
+    assert stop_token_ids(base_model, tmp_path) == (EOS, START, END)
+
+
+def test_the_note_names_the_token_and_the_way_out(base_model):
+    note = past_end_note(END, base_model)
+    assert "ends an answer with <|im_end|>" in note and "sampling.stop=['<|im_end|>']" in note
+
+
+def sample(*response, mask=None):
+    ids = [1, *response]
+    mask = [False, *(mask or [True] * len(response))]
+    return Sample(
+        prompt_id=0, sample_index=0, token_ids=ids, response_mask=mask, rollout_logprobs=np.zeros(len(ids)),
+        token_versions=np.zeros(len(ids)), finish_reason=FinishReason.stop, reward=0.0, correct=False,
+    )  # fmt: skip
+
+
+def test_responses_that_go_on_after_the_end_of_their_turn_are_counted():
+    tool_wrote_it = sample(5, END, 6, mask=[True, False, True])
+    samples = [sample(5, END, 6, EOS), sample(5, 6, EOS), sample(5, END), tool_wrote_it]
+    group = SampleGroup(prompt=Prompt(prompt_id=0, token_ids=[1], text="", answer=""), samples=samples)
+    assert CollectStats(kept=[group], past_end=END).metrics()["rollout/past_end_frac"] == 0.25
+    assert CollectStats(kept=[group]).metrics()["rollout/past_end_frac"] is None
