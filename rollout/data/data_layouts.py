@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from algorithms.config.similar import similar
 from rollout.task_config import FileDataConfig
@@ -51,13 +51,19 @@ class Columns:
         return f"{how}: prompt from {self.prompt_key}, answer from {self.answer_key}"
 
     def prompt(self, row: dict[str, Any]) -> object:
-        """The prompt of a row; None if the prompt, or a part of it, is missing."""
+        """The prompt of a row; None if the prompt, or a part of it, is missing. A list of texts is a part of lines."""
         parts = [look_up(row, path) for path in self.prompt_paths]
         if len(parts) == 1:
             return parts[0]
-        if any(not isinstance(part, str) for part in parts):
-            return None
-        return " ".join(str(part).strip() for part in parts)
+        text = ""
+        for part in parts:
+            if _is_texts(part):
+                text += "\n" + "\n".join(part)
+            elif isinstance(part, str):
+                text += f" {part.strip()}"
+            else:
+                return None
+        return text.strip()
 
     def answer(self, row: dict[str, Any]) -> object:
         """The answer of a row; None if the row has no answer."""
@@ -81,6 +87,10 @@ class Columns:
             return []
         cells = [cell for row in rows for cell in self.others(row).items()]
         return list(dict.fromkeys(key for key, value in cells if key != self.answer_path[0] and _reads(value)))
+
+
+def _is_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and bool(value) and all(isinstance(member, str) for member in value)
 
 
 def _reads(value: object) -> bool:

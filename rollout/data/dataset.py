@@ -98,7 +98,7 @@ def _file_dataset(
             template = within.enter_context(closing(ChatTemplate(tokenizer, config.chat_template_kwargs)))
         sources = _sources(config, eval_sets)
         found = _read(sources, config, lambda source: file_prompts(source, config, tokenizer, template, judgement))
-        if template is not None and any(report.is_templated(config) for _, report in found.values()):
+        if template is not None and any(report.has_turns(config) for _, report in found.values()):
             end = turn_end(template, tokenizer)
     if empty := [
         _unusable(key, sources[key], "\n".join(["No row is left.", *report.lines(config), *map(str, report.bad[:1])]))

@@ -88,10 +88,9 @@ class SourceReport:
         """Lines about the source for the console."""
         lines = [f"{self.source}: {self.columns}; {self.num_rows:,} rows, {self.num_prompts:,} prompts"]
         if self.unread:
-            first = "+".join([*self.unread[:1], self.columns.prompt_key])
             lines.append(
                 f"{self.source}: columns with text that is in no prompt: {', '.join(self.unread)}. If one belongs "
-                f"there, name it, for example data.prompt_key={first}"
+                f"there, name it, for example data.prompt_key={self.columns.prompt_key}+{self.unread[0]}"
             )
         if self.num_told_apart:
             lines.append(
@@ -120,9 +119,9 @@ class SourceReport:
             lines.append(f"{self.source}: chat messages are used as they are, without data.instruction")
         return lines
 
-    def is_templated(self, config: FileDataConfig) -> bool:
-        """True if the chat template wrote some prompt."""
-        return self.has_messages or (self.has_text and config.chat_template)
+    def has_turns(self, config: FileDataConfig) -> bool:
+        """True if the chat template wrote some prompt, or a text has control tokens as if it had."""
+        return self.has_messages or (self.has_text and config.chat_template) or bool(self.control)
 
     def _templated_already(self, config: FileDataConfig) -> str:
         has_template = self.has_text and config.chat_template

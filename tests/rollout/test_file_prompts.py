@@ -92,6 +92,9 @@ def test_a_prompt_over_two_columns():
     assert columns.prompt(row) == "Two apples. How many?"
     assert columns.prompt({"Body": "x", "Question": None}) is None
     assert columns.others(row) == {}
+    choices = {"Body": "Two apples. ", "Question": ["(A) 2", "(B) 3"], "Answer": "A"}
+    assert columns.prompt(choices) == "Two apples.\n(A) 2\n(B) 3"
+    assert columns.prompt({**choices, "Question": [1, 2]}) is None
     # A column that really is named so wins.
     named = choose_columns([{"a+b": "x", "c": "y"}], replace(CONFIG, prompt_key="a+b", answer_key="c"), source="f")
     assert named.prompt({"a+b": "x", "c": "y"}) == "x"

@@ -31,8 +31,8 @@ def base_model(tmp_path):
     return tokenizer
 
 
-def turn_end(tmp_path, tokenizer, **changes):
-    source = write_rows(tmp_path / "rows.jsonl", [{"question": "2+3?", "answer": "5"}])
+def turn_end(tmp_path, tokenizer, question="2+3?", **changes):
+    source = write_rows(tmp_path / "rows.jsonl", [{"question": question, "answer": "5"}])
     return load_dataset(FileDataConfig(train_path=source, eval_path=source, **changes), tokenizer).turn_end
 
 
@@ -49,6 +49,8 @@ def test_the_token_that_the_template_writes_after_an_answer(tmp_path, base_model
     base_model.chat_template = template
     assert turn_end(tmp_path, base_model) == end
     assert turn_end(tmp_path, base_model, chat_template=False) is None
+    written = "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
+    assert turn_end(tmp_path, base_model, written, chat_template=False) == end
 
 
 def test_stop_names_tokens_and_ids(tmp_path, base_model):
