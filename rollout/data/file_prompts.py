@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 LOOKED_AT = 100
 """Number of rows from which the layout is recognised."""
 LISTED_NUMBERS = 10
+_SHARD = re.compile(r"-[0-9]{5}-of-(?P<count>[0-9]{5})\.")
+"""As the hub names the files of a split."""
 NO_TEMPLATE = Rendered("", "chat messages need a tokenizer with a chat template, and the model's has none")
 
 
@@ -87,6 +89,9 @@ class SourceReport:
     def lines(self, config: FileDataConfig) -> list[str]:
         """Lines about the source for the console."""
         lines = [f"{self.source}: {self.columns}; {self.num_rows:,} rows, {self.num_prompts:,} prompts"]
+        if (shard := _SHARD.search(self.source)) and int(shard["count"]) > 1:
+            every = _SHARD.sub(r"-*-of-\g<count>.", self.source)
+            lines.append(f"{self.source}: one of {int(shard['count'])} files of its data set; {every} names them all")
         if self.unread:
             lines.append(
                 f"{self.source}: columns with text that is in no prompt: {', '.join(self.unread)}. If one belongs "

@@ -47,6 +47,15 @@ def test_the_files_of_a_pattern_are_one_source(tmp_path, tokenizer):
         config(tmp_path / "no-*.jsonl")
 
 
+def test_one_file_of_several_names_the_others(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "train-00000-of-00002.parquet", [{"question": "a", "answer": "1"}])
+    every = f"{tmp_path}/train-*-of-00002.parquet"
+    assert (
+        f"{path}: one of 2 files of its data set; {every} names them all" in load_dataset(config(path), tokenizer).notes
+    )
+    assert not any("one of" in note for note in load_dataset(config(every), tokenizer).notes)
+
+
 @pytest.mark.parametrize(
     ("path", "way_in"),
     [
