@@ -6,7 +6,7 @@ Add a layout as a row of `LAYOUTS`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeGuard
 
 from algorithms.config.similar import similar
@@ -80,6 +80,14 @@ class Columns:
         """Columns other than prompt and answer. A column that holds the answer in one of its fields is included."""
         used = {path[0] for path in (*self.prompt_paths, self.answer_path) if len(path) == 1}
         return {key: value for key, value in row.items() if key not in used}
+
+    def without_answer(self, others: dict[str, Any]) -> dict[str, Any]:
+        """`others` without the answer, which is a field of one of them in some layouts."""
+        column, *fields = self.answer_path
+        if not fields or not isinstance(others.get(column), dict):
+            return others
+        inner = replace(self, answer_path=tuple(fields)).without_answer(others[column])
+        return {**others, column: {key: value for key, value in inner.items() if key != fields[0] or len(fields) > 1}}
 
     def unread(self, rows: Sequence[dict[str, Any]]) -> list[str]:
         """Columns of `rows` with sentences, or lists of texts, that are no part of the prompt; [] for given keys."""

@@ -235,8 +235,8 @@ def remove_duplicates(rows: Iterable[Row], report: SourceReport, *, sees_rows: b
     asked: set[bytes] = set()
     for row in rows:
         answer = same_answer_key(row.answer)
-        seen = {"prompt": row.prompt, "others": plain(row.others) if sees_rows else None}
-        key = _digest(seen)
+        others = plain(report.columns.without_answer(row.others)) if sees_rows else None
+        key = _digest([row.prompt, others])
         if sees_rows:
             question = _digest([row.prompt, answer])
             report.num_told_apart += question in asked and key not in found

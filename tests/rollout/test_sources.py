@@ -153,6 +153,11 @@ def test_rows_are_the_same_only_if_all_is_the_same_that_user_code_sees(tmp_path,
     twice = write_rows(tmp_path / "twice.jsonl", [*CONTEXTS, {**CONTEXTS[0], "answer": "9"}])
     data = load_dataset(config(twice), tokenizer, judgement=seen)
     assert [each.answer for each in data.train] == ["3"]
+    # So does one whose answer is a field beside others.
+    nested = [{"prompt": "1+1?", "reward_model": {"ground_truth": answer, "style": style}} for answer, style in
+              (("2", "rule"), ("3", "rule"), ("2", "model"))]  # fmt: skip
+    data = load_dataset(config(write_rows(tmp_path / "nested.jsonl", nested)), tokenizer, judgement=seen)
+    assert [each.row["reward_model"]["style"] for each in data.train] == ["model"]
 
 
 def test_a_rule_sees_prompt_and_answer_alone(tmp_path, tokenizer):
