@@ -5,7 +5,7 @@ line composes and checks these classes before torch or Ray is imported, so the c
 that they configure.
 """
 
-from algorithms.config.advantage import AdvantageConfig, BaselineScope, Estimator
+from algorithms.config.advantage import AdvantageConfig, Baseline, BaselineScope, Estimator
 from algorithms.config.correction import (
     BypassConfig,
     BypassLoss,
@@ -49,9 +49,9 @@ from algorithms.config.spec import (
 
 __all__ = [
     "MAX_LOG_RATIO", "NOT_SET", "PRESETS", "WHOLE_RESPONSE_LEVELS", "AdvantageConfig", "Aggregation", "Anchor",
-    "BaselineScope", "Bound", "BypassConfig", "BypassLoss", "CISPOConfig", "Checked", "Compared", "ConfigError",
-    "CorrectionConfig", "CorrectionSpec", "CustomConfig", "DPPOConfig", "DPPOKLConfig", "DPPOTVConfig", "Estimator",
-    "GSPOConfig", "KLEstimator", "KLPlacement", "Level", "LossConfig", "MISBound", "MISConfig", "PPOClipConfig",
-    "PPOISConfig", "Problem", "RecomputeConfig", "ReferenceKLConfig", "ReinforceConfig", "RejectConfig",
-    "RejectedDenominator", "SAPOConfig", "SelfNormalize", "TISConfig", "VanillaISConfig", "WeightSpec",
+    "Baseline", "BaselineScope", "Bound", "BypassConfig", "BypassLoss", "CISPOConfig", "Checked", "Compared",
+    "ConfigError", "CorrectionConfig", "CorrectionSpec", "CustomConfig", "DPPOConfig", "DPPOKLConfig", "DPPOTVConfig",
+    "Estimator", "GSPOConfig", "KLEstimator", "KLPlacement", "Level", "LossConfig", "MISBound", "MISConfig",
+    "PPOClipConfig", "PPOISConfig", "Problem", "RecomputeConfig", "ReferenceKLConfig", "ReinforceConfig",
+    "RejectConfig", "RejectedDenominator", "SAPOConfig", "SelfNormalize", "TISConfig", "VanillaISConfig", "WeightSpec",
 ]  # fmt: skip

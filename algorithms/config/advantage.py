@@ -5,26 +5,49 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Self
 
 from algorithms.config.rules import Checked, Problem, ruled, within
 
 
-class Estimator(Enum):
-    """Estimator of advantages from the rewards of a step: one per sample, gae: one per token. r: reward of a sample."""
+class Baseline(Enum):
+    """What an estimator takes off the reward of a sample."""
 
-    grpo = "grpo"
+    none = "none"
+    group = "group"
+    """Rewards of the other samples of the same prompt: a group needs at least two samples."""
+    step = "step"
+    """Rewards of all samples of the step."""
+    critic = "critic"
+    """Values of the critic."""
+
+
+class Estimator(Enum):
+    """Estimator of advantages from the rewards of a step: one per sample, gae: one per token. r: reward of a sample.
+
+    Every member names its baseline, from which the rules about groups and critic follow.
+    """
+
+    baseline: Baseline
+
+    def __new__(cls, name: str, baseline: Baseline) -> Self:
+        member = object.__new__(cls)
+        member._value_, member.baseline = name, baseline
+        return member
+
+    grpo = "grpo", Baseline.group
     """(r - mean) / (std + 1e-6), mean and std over the group, std with divisor n - 1."""
-    dr_grpo = "dr_grpo"
+    dr_grpo = "dr_grpo", Baseline.group
     """r - mean of the group: no division by the spread."""
-    rloo = "rloo"
+    rloo = "rloo", Baseline.group
     """r - mean of the other samples of the group."""
-    reinforce = "reinforce"
-    """r: no baseline; needs no groups."""
-    reinforce_pp = "reinforce_pp"
-    """(r - mean) / (std + 1e-6) over the response tokens of the step (REINFORCE++); needs no groups."""
-    reinforce_pp_baseline = "reinforce_pp_baseline"
+    reinforce = "reinforce", Baseline.none
+    """r."""
+    reinforce_pp = "reinforce_pp", Baseline.step
+    """(r - mean) / (std + 1e-6) over the response tokens of the step (REINFORCE++)."""
+    reinforce_pp_baseline = "reinforce_pp_baseline", Baseline.group
     """r - mean of the group, then whitened over the response tokens of the step (REINFORCE++-baseline)."""
-    gae = "gae"
+    gae = "gae", Baseline.critic
     """One advantage per token from the values of a critic, whitened over the response tokens of the step (PPO)."""
 
 
@@ -51,15 +74,15 @@ class AdvantageConfig(Checked):
     """lambda of GAE: 1 relies on the rewards, 0 on the critic. Vetted: 1 (verl, NeMo-RL)."""
 
     def conflicts(self) -> Iterator[Problem]:
-        if self.baseline_scope is BaselineScope.kept and self.estimator is Estimator.reinforce:
+        if self.baseline_scope is BaselineScope.kept and self.estimator.baseline is Baseline.none:
             yield self.broken(
                 "baseline_scope",
-                "has no effect with estimator=reinforce, which has no baseline",
+                f"has no effect with estimator={self.estimator.name}, which has no baseline",
                 "Use baseline_scope=all, or an estimator with a baseline, for example rloo.",
             )
         for key in ("gamma", "gae_lambda"):
             value = getattr(self, key)
-            if value != 1 and self.estimator is not Estimator.gae:
+            if value != 1 and self.estimator.baseline is not Baseline.critic:
                 yield Problem(
                     key=key,
                     rule=f"has no effect with estimator={self.estimator.name}, which gives one advantage per sample",

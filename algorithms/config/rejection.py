@@ -2,19 +2,17 @@
 
 Delta = log pi_train - log mu, rho = exp(Delta). pi_train is pi_old, or the running forward where the correction
 compares the running forward (bypass). The function of a criterion is the row of the same name in
-`algorithms.rejection.CRITERIA`; the `indicator` is the criterion's factor in the line of `algorithms.objective`.
+`algorithms.rejection.CRITERIA`; the `indicator` is the criterion's factor in the line of `algorithms.objective`. A
+criterion reads the advantage if its indicator holds A.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from algorithms.config.rules import Checked, Rule, above, ruled, within
-
-ADVANTAGE_CRITERIA = ("dppo_tv", "dppo_kl", "opsm")
-"""Criteria that read the sign of the advantage."""
-
 
 _RATIO = Rule(
     "must be [low, high] with 0 < low <= 1 <= high",
@@ -84,7 +82,8 @@ class RejectConfig(Checked):
 
     def reads_advantages(self) -> bool:
         """True if a criterion in use depends on the sign of the advantage."""
-        return any(name in ADVANTAGE_CRITERIA for name in self.active())
+        indicators = [item.metadata["indicator"] for item in fields(self) if item.name in self.active()]
+        return any(re.search(r"\bA\b", indicator) for indicator in indicators)
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for every bound that was probably intended for another level or definition."""

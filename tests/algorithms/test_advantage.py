@@ -1,6 +1,7 @@
 """Advantages against numbers worked by hand, for groups of different sizes in any order, and under rejection."""
 
 import math
+import pickle
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from algorithms.advantage import ADVANTAGES, sample_advantages
-from algorithms.config.advantage import AdvantageConfig, BaselineScope, Estimator
+from algorithms.config.advantage import AdvantageConfig, Baseline, BaselineScope, Estimator
 from algorithms.config.rules import ConfigError
 
 # Group 7: rewards 1, 0, 0, 1 (mean 0.5, std sqrt(1/3)); group -2: 3, 5 (mean 4, std sqrt 2); group 40: 9 alone.
@@ -278,3 +279,17 @@ def test_a_scope_without_a_baseline_is_refused() -> None:
         if estimator is not Estimator.reinforce:
             AdvantageConfig(estimator=estimator, baseline_scope=BaselineScope.kept)
     AdvantageConfig(estimator=Estimator.reinforce)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_estimator_says_that_its_baseline_is_the_group(name: str) -> None:
+    """With groups of one sample it would train on zeros."""
+    rewards, tokens = torch.tensor([1.0, 0.0, 3.0]), torch.tensor([2, 5, 3])
+    found = sample_advantages(Estimator[name], rewards, torch.arange(3), epsilon=1e-6, num_tokens=tokens)
+    assert (Estimator[name].baseline is Baseline.group) is not found.any().item()
+
+
+def test_every_estimator_survives_a_copy_with_its_baseline() -> None:
+    for estimator in Estimator:
+        assert pickle.loads(pickle.dumps(estimator)) is estimator
+        assert Estimator(estimator.name) is Estimator[estimator.name] is estimator

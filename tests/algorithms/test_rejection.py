@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import fields
 
 import pytest
 import torch
-from algorithm_cases import by_response, packed
+from algorithm_cases import EVERY_CRITERION, by_response, packed
 from torch import Tensor
 
 from algorithms.config import ConfigError, CustomConfig, RejectConfig
@@ -141,11 +142,13 @@ def test_opsm_drops_responses_that_were_punished_and_have_become_unlikely() -> N
     assert rejected_by(RejectConfig(opsm=1.3), A, B, advantages=[-1.0] * 5).keep.tolist() == ALL
 
 
-@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "opsm"])
-def test_a_criterion_that_reads_advantages_asks_for_them(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"correction.reject.{name} reads the sign of the advantage"):
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_criterion_that_reads_advantages_says_so_and_asks_for_them(name: str) -> None:
+    reject = RejectConfig(**{name: getattr(EVERY_CRITERION, name)})
+    asks = pytest.raises(ValueError, match=rf"correction.reject.{name} reads the sign of the advantage")
+    with asks if reject.reads_advantages() else nullcontext():
         correct(
-            CustomConfig(reject=RejectConfig(**{name: 0.1})).spec(),
+            CustomConfig(reject=reject).spec(),
             Tokens(
                 trainer_logprobs=torch.zeros(1),
                 rollout_logprobs=torch.zeros(1),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from algorithms.config import BaselineScope, Compared, Estimator, Problem, SelfNormalize
+from algorithms.config import Baseline, BaselineScope, Compared, Estimator, Problem, SelfNormalize
 from algorithms.config.rules import as_yaml
 from rollout.config import MAX_REPLY_BYTES, DynamicCollectConfig, Quantization, SGLangConfig
 from rollout.task_config import FileDataConfig
@@ -20,9 +20,6 @@ from trainer.config.training import Residency
 
 if TYPE_CHECKING:
     from trainer.config.train import TrainConfig
-
-BASELINE_ESTIMATORS = (Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.reinforce_pp_baseline)
-"""Estimators whose baseline is the group, which therefore needs at least two samples."""
 
 
 def checkpoint_problems(config: TrainConfig) -> Iterator[Problem]:
@@ -104,11 +101,12 @@ def sharing_problems(config: TrainConfig) -> Iterator[Problem]:
 def advantage_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield broken rules between advantages, groups and the correction."""
     estimator = config.advantage.estimator
-    if config.batch.group_size < 2 and estimator in BASELINE_ESTIMATORS:
+    if config.batch.group_size < config.min_group_size:
+        others = ", ".join(each.name for each in Estimator if each.baseline is not Baseline.group)
         yield config.broken(
             "batch.group_size",
             f"must be >= 2 with advantage.estimator={estimator.name}: a group of one has no baseline",
-            "Vetted: 8. reinforce, reinforce_pp and gae need no groups.",
+            f"Vetted: 8. These need no groups: {others}.",
         )
     if config.batch.group_size < 2 and isinstance(config.collect, DynamicCollectConfig):
         yield config.broken(

@@ -13,10 +13,10 @@ from algorithms.config import (
     NOT_SET,
     AdvantageConfig,
     Aggregation,
+    Baseline,
     BaselineScope,
     Checked,
     CorrectionConfig,
-    Estimator,
     KLPlacement,
     LossConfig,
     PPOClipConfig,
@@ -42,7 +42,6 @@ from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig
 from trainer.config.guard import GuardConfig, MismatchGuardConfig, NoGuardConfig, guard_problems
 from trainer.config.outputs import CheckpointConfig, DumpConfig, EvalConfig, TrackingConfig
 from trainer.config.rules import (
-    BASELINE_ESTIMATORS,
     adapter_problems,
     advantage_problems,
     checkpoint_problems,
@@ -107,7 +106,7 @@ class TrainConfig(Checked):
     @property
     def min_group_size(self) -> int:
         """Smallest number of samples of a trainable group."""
-        return 2 if self.advantage.estimator in BASELINE_ESTIMATORS else 1
+        return 2 if self.advantage.estimator.baseline is Baseline.group else 1
 
     @property
     def max_lag_steps(self) -> int:
@@ -138,7 +137,7 @@ class TrainConfig(Checked):
     @property
     def has_critic(self) -> bool:
         """True if a critic learns values and every token has its own advantage."""
-        return self.advantage.estimator is Estimator.gae
+        return self.advantage.estimator.baseline is Baseline.critic
 
     @property
     def critic_optim(self) -> OptimConfig:
