@@ -93,7 +93,7 @@ def stages(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
 
     def packed() -> Any:
         cap = args.prompt + args.response
-        return pack([samples], num_ranks=1, max_tokens=cap, policy_version=VERSION)
+        return pack([groups], num_ranks=1, max_tokens=cap, policy_version=VERSION)
 
     batch = packed()
     return {

@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from algorithms.config import TISConfig
 from rollout.config import TorchEngineConfig
 from rollout.task_config import ArithmeticDataConfig
-from rollout.types import FinishReason, Sample
+from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.batch.packing import pack
 from trainer.batch.train_batch import TokenScores, TrainBatch
 from trainer.config.outputs import DumpConfig
@@ -62,7 +62,14 @@ def make_batch(arguments: argparse.Namespace) -> TrainBatch:
                 reward=float(number % 2),
             )
         )
-    return pack([samples], num_ranks=1, max_tokens=arguments.micro_tokens, policy_version=0)
+    groups = [
+        SampleGroup(
+            prompt=Prompt(prompt_id=first // GROUP_SIZE, token_ids=[], text="", answer=""),
+            samples=samples[first : first + GROUP_SIZE],
+        )
+        for first in range(0, len(samples), GROUP_SIZE)
+    ]
+    return pack([groups], num_ranks=1, max_tokens=arguments.micro_tokens, policy_version=0)
 
 
 def record(batch: TrainBatch, run_dir: Path, config: TrainConfig) -> tuple[float, float, int]:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from rollout.config import DType, TorchEngineConfig
 from rollout.group.worker import EngineSetup, RolloutWorker
-from rollout.types import FinishReason, Sample
+from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from rollout.weights.adapter import B_ENDING, is_adapter
 from trainer.batch.packing import pack
 from trainer.compose.compose import resolve
@@ -51,15 +51,16 @@ SCORED = 4
 """Samples whose gradients and log-probs are compared with peft's."""
 
 
-def samples(count: int, group: int) -> list[Sample]:
+def make_groups(count: int, group: int) -> list[SampleGroup]:
     """Random tokens in groups that share a prompt; every second sample is rewarded."""
     generator = np.random.default_rng(0)
-    found = []
+    found: list[SampleGroup] = []
     for prompt in range(count):
         shared = generator.integers(100, 40_000, PROMPT_TOKENS)
+        found.append(SampleGroup(prompt=Prompt(prompt_id=prompt, token_ids=[], text="", answer="")))
         for index in range(group):
             tokens = np.concatenate([shared, generator.integers(100, 40_000, RESPONSE_TOKENS)])
-            found.append(
+            found[-1].samples.append(
                 Sample(
                     prompt_id=prompt,
                     sample_index=index,
@@ -137,7 +138,7 @@ def measure(rank: int, dtype: str, steps: int, directory: Path, *words: str) -> 
     """One variant; rank 0 trains all weights."""
     before = peak_bytes()
     worker = start_worker(rank, dtype, directory, *words)
-    batch = pack([samples(PROMPTS, GROUP)], num_ranks=1, max_tokens=2048, policy_version=0)
+    batch = pack([make_groups(PROMPTS, GROUP)], num_ranks=1, max_tokens=2048, policy_version=0)
     seconds = []
     for step in range(1, steps + 1):
         began = time.perf_counter()
@@ -167,8 +168,9 @@ def compare(rank: int, directory: Path) -> dict[str, float]:
     import peft
 
     worker = start_worker(rank, "float32", directory)
-    model, few = worker._policy.model, samples(SCORED, 1)
-    batch = pack([few], num_ranks=1, max_tokens=10_000, policy_version=0)
+    model, groups = worker._policy.model, make_groups(SCORED, 1)
+    few = [sample for group in groups for sample in group.samples]
+    batch = pack([groups], num_ranks=1, max_tokens=10_000, policy_version=0)
     [micro] = batch.ranks[0][0].micro_batches
     scores = model(micro, temperature=1.0)
     worker._policy.zero_grad()

@@ -38,8 +38,8 @@ from algorithms.config import (
 )
 from rollout.config import DType, SamplingConfig, TorchEngineConfig
 from rollout.task_config import ArithmeticDataConfig
-from rollout.types import FinishReason, Sample
-from trainer.batch.packing import pack
+from rollout.types import FinishReason, Prompt, Sample, SampleGroup
+from trainer.batch.packing import micro_batch, pack, split_mini_batches
 from trainer.batch.train_batch import TrainBatch
 from trainer.config.train import TrainConfig
 from trainer.config.training import (
@@ -84,14 +84,15 @@ def save_model(path: Path, arguments: argparse.Namespace) -> None:
     Qwen2ForCausalLM(config).save_pretrained(path)
 
 
-def make_samples(arguments: argparse.Namespace) -> list[Sample]:
-    """Group after group, with rewards and advantages; log-probs are filled in by `score`."""
+def make_groups(arguments: argparse.Namespace) -> list[SampleGroup]:
+    """Groups with rewards and advantages; log-probs are filled in by `score`."""
     draw = random.Random(0)  # noqa: S311 - made-up lengths
-    samples = []
+    groups: list[SampleGroup] = []
     for prompt_id in range(arguments.prompts):
+        groups.append(SampleGroup(prompt=Prompt(prompt_id=prompt_id, token_ids=[], text="", answer="")))
         for index in range(arguments.group):
             count = draw.randint(1, arguments.response)
-            samples.append(
+            groups[-1].samples.append(
                 Sample(
                     prompt_id=prompt_id,
                     sample_index=index,
@@ -103,15 +104,14 @@ def make_samples(arguments: argparse.Namespace) -> list[Sample]:
                     reward=draw.random(),
                 )
             )
-    return samples
+    return groups
 
 
-def score(worker: PolicyWorker, samples: list[Sample]) -> None:
+def score(worker: PolicyWorker, groups: list[SampleGroup]) -> None:
     """Give every sample the policy's own log-probs plus noise of 0.05 nats."""
     noise = np.random.default_rng(1)
-    for sample in samples:
-        [mini] = pack([[sample]], num_ranks=1, max_tokens=MAX_TOKENS, policy_version=0).ranks[0]
-        own = worker.logprobs(mini.micro_batches)[0].numpy()
+    for sample in (sample for group in groups for sample in group.samples):
+        own = worker.logprobs([micro_batch([sample])])[0].numpy()
         shifted = np.minimum(own + noise.normal(0, 0.05, own.shape), 0.0)
         sample.rollout_logprobs = np.where(sample.response_mask, shifted, 0.0)
 
@@ -173,12 +173,11 @@ def main() -> None:
         )
         worker = PolicyWorker(setup)
         worker.setup()
-        samples = make_samples(arguments)
-        score(worker, samples)
-        size = len(samples)
+        groups = make_groups(arguments)
+        score(worker, groups)
         batches = {
             steps: pack(
-                [samples[size * k // steps : size * (k + 1) // steps] for k in range(steps)],
+                split_mini_batches(groups, steps),
                 num_ranks=1,
                 max_tokens=MAX_TOKENS,
                 policy_version=0,
@@ -188,7 +187,7 @@ def main() -> None:
         found = measure(worker, config, batches, arguments.repeats)
         dist.destroy_process_group()
     lines = [
-        f"{sum(len(sample.token_ids) for sample in samples):,} tokens per rollout step",
+        f"{sum(len(sample.token_ids) for group in groups for sample in group.samples):,} tokens per rollout step",
         "",
         "| `correction=` | " + " | ".join(f"{steps}: forwards | s | times tis" for steps in OPTIMIZER_STEPS) + " |",
         "|---|" + "--:|" * (3 * len(OPTIMIZER_STEPS)),

@@ -29,7 +29,7 @@ from gpu_check.host import Host
 from gpu_check.models import Size, sparse_model
 from rollout.config import DType, SamplingConfig, TorchEngineConfig
 from rollout.task_config import FileDataConfig
-from rollout.types import FinishReason, Sample
+from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.batch.packing import micro_batch, step_samples
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.train import TrainConfig
@@ -186,19 +186,23 @@ def training_data(
     """
     generator = np.random.default_rng(seed)
     micros: list[MicroBatch] = []
-    samples: list[Sample] = []
+    made: list[SampleGroup] = []
+    num_samples = num_tokens = 0
     for _ in range(num_micro_batches):
-        first = len(samples)
+        part: list[Sample] = []
         for group in groups:
-            samples += group_samples(group, prompt_id=len(samples), vocab=vocab, generator=generator)
-        part = samples[first:]
-        micros.append(micro_batch(part, range(first, len(samples)), policy_version=0))
+            prompt = Prompt(prompt_id=len(made), token_ids=[], text="", answer="")
+            samples = group_samples(group, prompt_id=prompt.prompt_id, vocab=vocab, generator=generator)
+            made.append(SampleGroup(prompt=prompt, samples=samples))
+            part += samples
+        micros.append(micro_batch(part, range(num_samples, num_samples + len(part)), policy_version=0))
+        num_samples += len(part)
+        num_tokens += sum(sample.num_response_tokens for sample in part)
     ranks = config.policy.num_workers
-    num_tokens = sum(sample.num_response_tokens for sample in samples)
     mini = RankMiniBatch(
-        micro_batches=micros, num_response_tokens=num_tokens * ranks, num_sequences=len(samples) * ranks
+        micro_batches=micros, num_response_tokens=num_tokens * ranks, num_sequences=num_samples * ranks
     )
-    return mini, step_samples(samples, policy_version=0)
+    return mini, step_samples(made, policy_version=0)
 
 
 def group_samples(group: GroupLengths, *, prompt_id: int, vocab: int, generator: np.random.Generator) -> list[Sample]:

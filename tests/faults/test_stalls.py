@@ -15,13 +15,13 @@ import pytest
 import torch
 from asked_run import Asked
 from policy_cases import make_config, make_samples, save_policy
+from test_packing import pack_samples
 
 from rollout.group.actor_calls import LostWorkerError, WorkerError
 from rollout.group.engine_group import EngineGroup
 from rollout.processes.stacks import STACKS_FILE
 from rollout.weights.packing import unpack
 from rollout.weights.shared_weights import copy_of
-from trainer.batch.packing import pack
 from trainer.batch.train_batch import TrainBatch
 from trainer.cluster import watchdog
 from trainer.cluster.placement import Cluster
@@ -77,7 +77,7 @@ def test_a_loss_that_is_no_number_on_one_of_two_ranks_skips_the_step_on_both(
     def batch(*, is_bad: bool) -> TrainBatch:
         samples = make_samples()
         samples[5].reward = math.nan if is_bad else 1.0  # the reward is the advantage
-        return pack([samples], num_ranks=2, max_tokens=20, policy_version=0)
+        return pack_samples([samples], num_ranks=2, max_tokens=20, policy_version=0)
 
     def weights(version: int) -> torch.Tensor:
         shared = policy.publish_weights(policy_version=version).shared
@@ -145,7 +145,7 @@ def test_a_suspended_rank_is_named_and_ended_long_before_the_deadline_of_the_ste
     suspended.suspend()
     begin = time.monotonic()
     with watched(sides, said, longest_s=1800.0), pytest.raises(LostWorkerError) as caught:
-        policy.train(pack([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=1)
+        policy.train(pack_samples([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=1)
     assert time.monotonic() - begin < 15
     text = str(caught.value)
     assert text == (

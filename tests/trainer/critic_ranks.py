@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from policy_cases import full_gradient
+from test_packing import pack_samples
 
 from rollout.types import Sample
-from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
 from trainer.policy.worker import PolicySetup, PolicyWorker
 
@@ -56,7 +56,7 @@ def _rank(
         assert worker._critic is not None
         set_output(worker, weight=0.01, bias=0.1)
         longest = max(len(sample.token_ids) for sample in samples)
-        batch = pack([samples], num_ranks=2, max_tokens=max(20, longest), policy_version=0)
+        batch = pack_samples([samples], num_ranks=2, max_tokens=max(20, longest), policy_version=0)
         report = worker.train(batch.ranks[rank], batch.samples, 1)
         assert math.isfinite(report.metrics["critic/loss"] or math.nan)
         gradients = [full_gradient(worker._critic.trainable.model), full_gradient(worker._policy.model)]

@@ -56,8 +56,7 @@ def step(
     stats = CollectStats(policy_version=0, kept=groups)
     requests = [request(p, i, [1, 2, p]) for p in range(2) for i in range(2)]
     stats.served = [Served(requests=requests, lengths=[4, 4, 4, 9])]
-    samples = [sample for group in groups for sample in group.samples]
-    batch = pack([samples], num_ranks=2, max_tokens=100, policy_version=0)
+    batch = pack([groups], num_ranks=2, max_tokens=100, policy_version=0)
     histograms = HistogramArrays.__new__(HistogramArrays)
     report = TrainReport(
         [RankReport(metrics={}, num_optimizer_steps=optimizer_steps, sample_k3={}, histograms=histograms)]

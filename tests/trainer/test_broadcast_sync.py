@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 from policy_cases import flip_byte, held_versions, make_config, make_samples, published, save_policy
+from test_packing import pack_samples
 
 import rollout.group.engine_group
 import trainer.cluster.model_places
@@ -23,7 +24,6 @@ from rollout.group.actor_calls import kill_worker
 from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Health
 from rollout.types import SharedWeights
-from trainer.batch.packing import pack
 from trainer.cluster.model_places import ModelPlaceError, model_places
 from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup, _same_weights
@@ -89,7 +89,7 @@ def test_weights_are_broadcast_once_per_machine(sides: tuple[PolicyGroup, Engine
     policy, engines = sides
     old = max(held_versions(engines))
     for version in (old + 1, old + 2):
-        policy.train(pack([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=version)
+        policy.train(pack_samples([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=version)
         report = sync_weights(policy, engines, policy_version=version)
         assert "through shared memory (1) and broadcast (3) in" in str(report)
         assert held_versions(engines) == [version] * 4

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_cases import lone_worker, make_config, make_samples, save_policy
+from test_packing import pack_samples
 
 from rollout.data.dataset import StreamState
-from trainer.batch.packing import pack
 from trainer.rundir.checkpoint import (
     POLICY,
     CheckpointError,
@@ -376,7 +376,7 @@ def test_a_rank_takes_back_weights_and_optimizer_bit_for_bit(tmp_path: Path, asy
     config.batch.passes = 3
     samples = make_samples()
     minis = [samples[first : first + 4] for first in range(0, 16, 4)]
-    batch = pack(minis, num_ranks=1, max_tokens=1000, policy_version=0)
+    batch = pack_samples(minis, num_ranks=1, max_tokens=1000, policy_version=0)
     micros = batch.ranks[0][0].micro_batches
     with lone_worker(config, tmp_path / "model") as worker:
         worker.train(batch.ranks[0], batch.samples, 1)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from policy_cases import lone_worker, make_config, make_samples, save_policy
+from test_packing import pack_samples
 
-from trainer.batch.packing import pack
 from trainer.policy.host_copy import local_part
 
 pytestmark = [
@@ -40,7 +40,7 @@ def trained(path: Path, *, compiled: bool, every: int) -> tuple[list[torch.Tenso
     graphs = []
     with lone_worker(replace(config, policy=policy), path) as worker:
         for step, max_tokens in enumerate((1000, 80, 120), start=1):
-            batch = pack([make_samples()], num_ranks=1, max_tokens=max_tokens, policy_version=0)
+            batch = pack_samples([make_samples()], num_ranks=1, max_tokens=max_tokens, policy_version=0)
             worker.train(batch.ranks[0], batch.samples, step)
             graphs.append(num_graphs())
         parameters = list(worker._policy.model.parameters())

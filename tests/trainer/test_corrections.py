@@ -21,6 +21,7 @@ from policy_cases import (
     make_samples,
     save_policy,
 )
+from test_packing import pack_samples
 
 from algorithms.config import (
     PRESETS,
@@ -49,7 +50,6 @@ from algorithms.config import (
     VanillaISConfig,
 )
 from rollout.types import Sample
-from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
 from trainer.policy.step import MAX_REJECTED_STEPS
 from trainer.policy.train_report import RankReport
@@ -88,7 +88,7 @@ def near_policy(model_path: Path) -> list[Sample]:
     """`make_samples` with log-probs that lie within 0.3 nats of the policy's, some on each side, one far away."""
     samples = make_samples()
     with lone_worker(make_config(model_path, num_workers=1), model_path) as worker:
-        [micro] = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0][0].micro_batches
+        [micro] = pack_samples([samples], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0][0].micro_batches
         [logprobs] = worker.logprobs([micro])
         starts = micro.cu_seqlens.tolist()
         scored = {key: logprobs[starts[n] : starts[n + 1]].tolist() for n, key in enumerate(micro.sample_keys)}
@@ -106,7 +106,7 @@ def train(
     config: TrainConfig, model_path: Path, minis: Sequence[Sequence[Sample]], *, max_tokens: int = 1000
 ) -> tuple[RankReport, PolicyWorker]:
     """One rollout step of a fresh policy."""
-    batch = pack(minis, num_ranks=1, max_tokens=max_tokens, policy_version=0)
+    batch = pack_samples(minis, num_ranks=1, max_tokens=max_tokens, policy_version=0)
     with lone_worker(config, model_path) as worker:
         report = worker.train(batch.ranks[0], batch.samples, 1)
     return report, worker
@@ -127,7 +127,7 @@ def test_every_mode_and_preset_trains_and_pays_the_planned_forwards(
     samples = near_policy(model_path)
     minis = [samples] if mini_batch_prompts is None else [samples[:8], samples[8:]]
     config = make_config(model_path, num_workers=1, correction=MODES[name], mini_batch_prompts=mini_batch_prompts)
-    batch = pack(minis, num_ranks=1, max_tokens=30, policy_version=0)
+    batch = pack_samples(minis, num_ranks=1, max_tokens=30, policy_version=0)
     with lone_worker(config, model_path) as worker:
         tokens = count_forwards(worker)
         report = worker.train(batch.ranks[0], batch.samples, 1)
@@ -203,7 +203,7 @@ def test_dropping_rejected_tokens_is_leaving_them_out_of_the_batch(model_path: P
 def product_of_ratios(model_path: Path, sample: Sample) -> float:
     """pi_old / mu of the whole response."""
     with lone_worker(make_config(model_path, num_workers=1), model_path) as worker:
-        [micro] = pack([[sample]], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0][0].micro_batches
+        [micro] = pack_samples([[sample]], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0][0].micro_batches
         [logprobs] = worker.logprobs([micro])
     return float((logprobs - micro.rollout_logprobs)[micro.response_mask].sum().exp())
 
@@ -265,7 +265,7 @@ def test_a_run_whose_tokens_are_all_rejected_again_and_again_is_ended(model_path
     almost = MAX_REJECTED_STEPS - 1
 
     def skipped(worker: PolicyWorker, samples: Sequence[Sample]) -> float | None:
-        batch = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0)
+        batch = pack_samples([samples], num_ranks=1, max_tokens=1000, policy_version=0)
         return worker.train(batch.ranks[0], batch.samples, 1).metrics["optim/skipped_steps"]
 
     with lone_worker(config, model_path) as worker:

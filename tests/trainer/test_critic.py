@@ -13,6 +13,7 @@ import pytest
 import torch
 from critic_ranks import set_output, two_ranks
 from policy_cases import MODES, count_forwards, full_gradient, lone_worker, make_config, make_samples, save_policy
+from test_packing import pack_samples
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -29,7 +30,7 @@ from algorithms.config import (
     RejectConfig,
 )
 from rollout.types import Sample
-from trainer.batch.packing import micro_batch, pack
+from trainer.batch.packing import micro_batch
 from trainer.batch.train_batch import RankMiniBatch, StepSamples
 from trainer.config.train import TrainConfig
 from trainer.config.training import CriticConfig
@@ -85,7 +86,7 @@ def critic_of(worker: PolicyWorker, *, weight: float = 0.0, bias: float | None =
 
 
 def minis_of(samples: Sequence[Sample], *, max_tokens: int = 1000) -> tuple[list[RankMiniBatch], Any]:
-    batch = pack([samples], num_ranks=1, max_tokens=max_tokens, policy_version=0)
+    batch = pack_samples([samples], num_ranks=1, max_tokens=max_tokens, policy_version=0)
     return batch.ranks[0], batch.samples
 
 
@@ -105,7 +106,7 @@ def weights_of(worker: PolicyWorker) -> list[Tensor]:
 
 
 def step_of(worker: PolicyWorker, minis: Sequence[Sequence[Sample]], step: int, *, max_tokens: int = 30) -> RankReport:
-    batch = pack(minis, num_ranks=1, max_tokens=max_tokens, policy_version=0)
+    batch = pack_samples(minis, num_ranks=1, max_tokens=max_tokens, policy_version=0)
     return worker.train(batch.ranks[0], batch.samples, step)
 
 
@@ -327,7 +328,7 @@ def test_values_before_the_step_are_those_before_its_first_update_and_bound_the_
         critic = CriticConfig(value_clip=clip, lr=1e-2)
         config = ppo_config(model_path, critic=critic)
         with lone_worker(config, model_path) as worker:
-            batch = pack([samples[:8], samples[8:]], num_ranks=1, max_tokens=30, policy_version=0)
+            batch = pack_samples([samples[:8], samples[8:]], num_ranks=1, max_tokens=30, policy_version=0)
             metrics = trained(critic_of(worker, bias=0.5), batch.ranks[0], batch.samples)
             later = by_sample(batch.ranks[0][1:], "old_values")
         assert {value for values in later.values() for value in values} == {0.5}

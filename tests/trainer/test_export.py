@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cli_process import HEAVY, parity
 from policy_cases import lone_worker, make_config, make_samples, save_policy, save_untied
+from test_packing import pack_samples
 from tokenizers import Tokenizer, models
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
@@ -32,7 +33,6 @@ from transformers import (
 
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.data.dataset import StreamState
-from trainer.batch.packing import pack
 from trainer.config.outputs import CheckpointConfig, EvalConfig
 from trainer.config.train import TrainConfig
 from trainer.policy.model import INDEX_FILE, full_tensors, load_causal_lm
@@ -67,7 +67,7 @@ def test_the_exported_model_is_the_trained_one(
     words = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(start)
     config = make_config(start, num_workers=1, advantage=AdvantageConfig(estimator=estimator))
-    batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+    batch = pack_samples([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
     with lone_worker(config, start) as worker:
         worker.train(batch.ranks[0], batch.samples, 1)
         unfinished = begin_checkpoint(tmp_path / "run", 1)
@@ -108,7 +108,7 @@ def test_the_exported_model_is_the_trained_one(
 def saved_after_a_step(start: Path, run_dir: Path) -> tuple[TrainConfig, Checkpoint, dict[str, torch.Tensor]]:
     """A checkpoint after one step from the model `start`, and the whole trained tensors in it."""
     config = make_config(start, num_workers=1)
-    batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+    batch = pack_samples([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
     with lone_worker(config, start) as worker:
         worker.train(batch.ranks[0], batch.samples, 1)
         unfinished = begin_checkpoint(run_dir, 1)

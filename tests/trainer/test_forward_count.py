@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from policy_cases import lone_worker, make_config, make_samples, save_policy
+from test_packing import pack_samples
 
 from algorithms.config import (
     AdvantageConfig,
@@ -35,7 +36,6 @@ from algorithms.config import (
     TISConfig,
     VanillaISConfig,
 )
-from trainer.batch.packing import pack
 from trainer.batch.train_batch import MicroBatch, TrainBatch
 from trainer.config.train import TrainConfig
 from trainer.config.training import OptimConfig
@@ -105,7 +105,7 @@ def counted(config: TrainConfig, counter: Counter) -> tuple[float, float]:
         sample.rollout_logprobs = np.where(sample.response_mask, -math.log(64), 0.0)
     size = len(samples) // config.batch.mini_batches
     minis = [samples[first : first + size] for first in range(0, len(samples), size)]
-    batch = pack(minis, num_ranks=1, max_tokens=60, policy_version=0)
+    batch = pack_samples(minis, num_ranks=1, max_tokens=60, policy_version=0)
     report = counter.train(config, batch)
     assert report.num_optimizer_steps == config.batch.optimizer_steps_per_rollout
     assert len(counter.backwards) == config.batch.passes * sum(len(mini.micro_batches) for mini in batch.ranks[0])

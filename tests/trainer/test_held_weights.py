@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from policy_cases import lone_worker, make_config, make_samples, save_policy
+from test_packing import pack_samples
 from transformers import AutoModelForCausalLM
 
 from rollout.config import DType, Quantization, SGLangConfig, TorchEngineConfig
 from rollout.types import Sample
 from rollout.weights.quantization import held_weight
-from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
 from trainer.policy.held_weights import SCORED_TOKENS, weights_differ
 
@@ -50,7 +50,7 @@ def trained(
     config: TrainConfig, model_path: Path, samples: list[Sample]
 ) -> tuple[dict[str, float | None], list[bytes]]:
     """One step on one rank -> its metrics, and the bytes of every weight afterwards."""
-    batch = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0)
+    batch = pack_samples([samples], num_ranks=1, max_tokens=1000, policy_version=0)
     with lone_worker(config, model_path) as worker:
         report = worker.train(batch.ranks[0], batch.samples, 1)
         weights = [parameter.to_local().numpy().tobytes() for parameter in worker._policy.model.state_dict().values()]

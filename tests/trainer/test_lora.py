@@ -14,6 +14,7 @@ import torch
 from gathering_ranks import published_by_ranks
 from policy_cases import full_gradient, lone_worker, make_config, make_samples, move_adapter, save_policy, save_untied
 from test_gathering import save_odd
+from test_packing import pack_samples
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -25,7 +26,6 @@ from rollout.sglang.fusing import checkpoint_names
 from rollout.types import Sample
 from rollout.weights.adapter import is_adapter
 from rollout.weights.packing import DTYPES
-from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
 from trainer.config.training import LoraConfig, SmolLM2ModelConfig
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes, stored_linear_shapes
@@ -62,7 +62,7 @@ def with_lora(model_path: Path, *, num_workers: int = 1, dtype: DType = DType.fl
 
 
 def train(worker: PolicyWorker, step: int) -> None:
-    batch = pack([make_samples()], num_ranks=1, max_tokens=40, policy_version=0)
+    batch = pack_samples([make_samples()], num_ranks=1, max_tokens=40, policy_version=0)
     worker.train(batch.ranks[0], batch.samples, step)
 
 
@@ -106,7 +106,7 @@ def test_scores_and_gradients_are_those_of_peft(model_path: Path) -> None:
     with lone_worker(with_lora(model_path), model_path) as worker:
         move_adapter(worker)
         plain = peft_model(model_path, adapter(worker))
-        batch = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0)
+        batch = pack_samples([samples], num_ranks=1, max_tokens=1000, policy_version=0)
         [micro] = batch.ranks[0][0].micro_batches
         scores = worker._policy.model(micro, temperature=1.0)
         worker._policy.zero_grad()
@@ -175,7 +175,7 @@ def test_frozen_weights_take_the_type_of_the_forward(model_path: Path) -> None:
 def test_the_reference_is_the_policy_without_its_adapter(model_path: Path) -> None:
     config = with_lora(model_path)
     config.reference.coef = 0.1
-    batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+    batch = pack_samples([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
     micros = batch.ranks[0][0].micro_batches
     with lone_worker(make_config(model_path, num_workers=1), model_path) as worker:
         [base] = worker.logprobs(micros)
@@ -190,7 +190,7 @@ def test_the_reference_is_the_policy_without_its_adapter(model_path: Path) -> No
 
 def test_a_checkpoint_holds_the_adapter_and_goes_on_bit_for_bit(model_path: Path, tmp_path: Path) -> None:
     config = with_lora(model_path)
-    batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+    batch = pack_samples([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
     micros = batch.ranks[0][0].micro_batches
     (tmp_path / "saved").mkdir()
     with lone_worker(config, model_path) as worker:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from policy_cases import lone_worker, make_config, make_samples, save_policy
+from test_packing import pack_samples
 from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
-from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
 from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import BACKOFF, GROWTH, GROWTH_INTERVAL, INITIAL_SCALE, LossScale
@@ -34,7 +34,7 @@ def step(worker: PolicyWorker, number: int = 1, *, advantage: float = 1.0) -> Ra
     for sample in samples:
         assert sample.reward is not None
         sample.reward *= advantage
-    batch = pack([samples], num_ranks=1, max_tokens=80, policy_version=0)
+    batch = pack_samples([samples], num_ranks=1, max_tokens=80, policy_version=0)
     assert len(batch.ranks[0][0].micro_batches) > 1
     return worker.train(batch.ranks[0], batch.samples, number)
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from policy_cases import lone_worker, make_config, make_samples, save_policy
+from test_packing import pack_samples
 from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
-from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
 from trainer.limits.estimate import largest_micro_batch
@@ -38,7 +38,7 @@ def with_policy(model_path: Path, **changes: object) -> TrainConfig:
 
 
 def train(worker: PolicyWorker, number: int) -> None:
-    batch = pack([make_samples()], num_ranks=1, max_tokens=80, policy_version=0)
+    batch = pack_samples([make_samples()], num_ranks=1, max_tokens=80, policy_version=0)
     worker.train(batch.ranks[0], batch.samples, number)
 
 
@@ -96,7 +96,7 @@ def test_checkpointed_activations_give_the_same_bits(model_path: Path, every: in
 def test_checkpointed_layers_keep_little_for_the_backward_pass(model_path: Path) -> None:
     def kept(every: int) -> int:
         with lone_worker(with_policy(model_path, activation_checkpoint_every=every), model_path) as worker:
-            batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+            batch = pack_samples([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
             [micro] = batch.ranks[0][0].micro_batches
             with saved_bytes() as sizes:
                 worker._training.score(micro)

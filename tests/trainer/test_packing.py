@@ -5,15 +5,19 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from algorithms.advantage import sample_advantages
+from algorithms.config import Baseline, Estimator
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
-from trainer.batch.packing import micro_batch, pack, split_mini_batches
+from trainer.batch.packing import micro_batch, pack, split_mini_batches, step_samples
 from trainer.batch.planner import SequenceCost
-from trainer.batch.train_batch import Branch
+from trainer.batch.train_batch import Branch, TrainBatch
 
 
 def make_sample(
@@ -33,8 +37,22 @@ def make_sample(
     )
 
 
+def pack_samples(mini_batches: Sequence[Sequence[Sample]], **options: Any) -> TrainBatch:
+    """`pack`, where no prompt has two groups: neighbours with the same prompt_id are one."""
+    return pack([grouped(samples) for samples in mini_batches], **options)
+
+
+def grouped(samples: Sequence[Sample]) -> list[SampleGroup]:
+    return [group_of(list(run)) for _, run in groupby(samples, key=lambda sample: sample.prompt_id)]
+
+
+def group_of(samples: Sequence[Sample]) -> SampleGroup:
+    prompt = Prompt(prompt_id=samples[0].prompt_id, token_ids=[1, 2, 3], text="", answer="")
+    return SampleGroup(prompt=prompt, samples=list(samples))
+
+
 def test_equal_samples_are_balanced_exactly() -> None:
-    batch = pack([[make_sample(index=i) for i in range(8)]], num_ranks=2, max_tokens=1000, policy_version=0)
+    batch = pack_samples([[make_sample(index=i) for i in range(8)]], num_ranks=2, max_tokens=1000, policy_version=0)
     assert batch.stats.imbalance == 0.0
     assert batch.stats.num_tokens == 8 * 7
 
@@ -43,7 +61,7 @@ def test_statistics_by_hand() -> None:
     # One rank's bin holds 8 and 5 tokens, 13 + 0.1 * (64 + 25); the other two of 6, 12 + 0.1 * 2 * 36.
     samples = [make_sample(index=i, prompt=2, response=r) for i, r in enumerate((6, 3, 4, 4))]
     cost = SequenceCost(per_token=1.0, per_cell=0.1)
-    batch = pack([samples], num_ranks=2, max_tokens=13, policy_version=0, cost=cost)
+    batch = pack_samples([samples], num_ranks=2, max_tokens=13, policy_version=0, cost=cost)
     metrics = batch.stats.metrics()
     assert [[len(micro.sample_keys) for micro in minis[0].micro_batches] for minis in batch.ranks] == [[2], [2]]
     assert metrics["perf/microbatches"] == 1
@@ -54,7 +72,7 @@ def test_statistics_by_hand() -> None:
 
 def test_statistics_cover_every_optimizer_step() -> None:
     samples = [make_sample(index=i, prompt=2, response=r) for i, r in enumerate((6, 3))]
-    batch = pack([samples[:1], samples[1:]], num_ranks=1, max_tokens=13, policy_version=0)
+    batch = pack_samples([samples[:1], samples[1:]], num_ranks=1, max_tokens=13, policy_version=0)
     assert batch.stats.num_micro_batches == 2
     assert batch.stats.num_tokens == 13
     numbers = [micro.sample_numbers.tolist() for mini in batch.ranks[0] for micro in mini.micro_batches]
@@ -63,7 +81,7 @@ def test_statistics_cover_every_optimizer_step() -> None:
 
 def test_packed_tensors_describe_their_tokens() -> None:
     samples = [make_sample(index=0, response=4), make_sample(index=1, prompt=2, response=1)]
-    [minis] = pack([samples], num_ranks=1, max_tokens=100, policy_version=0).ranks
+    [minis] = pack_samples([samples], num_ranks=1, max_tokens=100, policy_version=0).ranks
     [micro] = minis[0].micro_batches
     assert micro.cu_seqlens.tolist() == [0, 7, 10]
     assert micro.inputs.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
@@ -110,7 +128,7 @@ def test_a_turn_of_the_environment_belongs_to_its_branch() -> None:
 
 
 def test_packing_counts_what_is_computed() -> None:
-    batch = pack([same_prompt(4)], num_ranks=1, max_tokens=100, policy_version=0)
+    batch = pack_samples([same_prompt(4)], num_ranks=1, max_tokens=100, policy_version=0)
     assert batch.stats.num_tokens == 3 + 4 + 2 + 5 + 2
     metrics = batch.stats.metrics()
     assert (metrics["perf/train_tokens"], metrics["perf/train_tokens_shared"]) == (16, 3 * 3)
@@ -119,7 +137,7 @@ def test_packing_counts_what_is_computed() -> None:
 
 def test_a_group_over_the_cap_is_cut_and_every_part_has_the_prompt() -> None:
     samples = same_prompt(4, rests=(6, 6, 6, 6))
-    batch = pack([samples], num_ranks=1, max_tokens=15, policy_version=0)
+    batch = pack_samples([samples], num_ranks=1, max_tokens=15, policy_version=0)
     micros = batch.ranks[0][0].micro_batches
     assert [(micro.inputs.roots, len(micro.inputs.branches)) for micro in micros] == [([3], 2), ([3], 2)]
     assert sorted(key for micro in micros for key in micro.sample_keys) == [(0, i) for i in range(4)]
@@ -127,23 +145,23 @@ def test_a_group_over_the_cap_is_cut_and_every_part_has_the_prompt() -> None:
 
 def test_ranks_divide_a_group_when_whole_groups_would_leave_one_idle() -> None:
     groups = [sample for p in range(3) for sample in same_prompt(4, rests=(40, 40, 40, 40), prompt_id=p)]
-    batch = pack([groups], num_ranks=2, max_tokens=1000, policy_version=0)
+    batch = pack_samples([groups], num_ranks=2, max_tokens=1000, policy_version=0)
     counts = [sum(len(micro.sample_keys) for micro in minis[0].micro_batches) for minis in batch.ranks]
     assert counts == [6, 6] and batch.stats.imbalance < 0.01
     # Two whole groups divide without a cut.
-    batch = pack([groups[:8]], num_ranks=2, max_tokens=1000, policy_version=0)
+    batch = pack_samples([groups[:8]], num_ranks=2, max_tokens=1000, policy_version=0)
     assert batch.stats.num_shared == 2 * 3 * 3
 
 
 def test_denominators_are_global_over_ranks_and_microbatches() -> None:
     samples = [make_sample(index=i, response=2 + i) for i in range(6)]
-    batch = pack([samples], num_ranks=3, max_tokens=12, policy_version=0)
+    batch = pack_samples([samples], num_ranks=3, max_tokens=12, policy_version=0)
     counts = {(mini.num_response_tokens, mini.num_sequences) for minis in batch.ranks for mini in minis}
     assert counts == {(sum(2 + i for i in range(6)), 6)}
 
 
 def test_a_rank_without_samples_gets_a_masked_token() -> None:
-    batch = pack([[make_sample()]], num_ranks=2, max_tokens=100, policy_version=0)
+    batch = pack_samples([[make_sample()]], num_ranks=2, max_tokens=100, policy_version=0)
     masks = [minis[0].micro_batches[0].response_mask.sum().item() for minis in batch.ranks]
     assert sorted(masks) == [0, 4]
 
@@ -151,20 +169,56 @@ def test_a_rank_without_samples_gets_a_masked_token() -> None:
 def test_packing_needs_rewards() -> None:
     sample = make_sample()
     sample.reward = None
-    with pytest.raises(ValueError, match="sample 0/0 has no reward"):
-        pack([[sample]], num_ranks=1, max_tokens=100, policy_version=0)
+    with pytest.raises(ValueError, match=r"prompt 0: samples \[0\] have no reward"):
+        pack_samples([[sample]], num_ranks=1, max_tokens=100, policy_version=0)
 
 
-def make_group(prompt_id: int, rewards: list[float]) -> SampleGroup:
-    prompt = Prompt(prompt_id=prompt_id, token_ids=[1, 2, 3], text="", answer="")
-    samples = [make_sample(prompt_id=prompt_id, index=i, reward=r) for i, r in enumerate(rewards)]
-    return SampleGroup(prompt=prompt, samples=samples)
+def make_group(prompt_id: int, rewards: list[float], *, first: int = 0) -> SampleGroup:
+    """A group of samples with these rewards; `first` is the index of its first sample."""
+    return group_of([make_sample(prompt_id=prompt_id, index=first + i, reward=r) for i, r in enumerate(rewards)])
 
 
 def test_mini_batches_hold_whole_groups_in_order() -> None:
     groups = [make_group(prompt_id, [0.0, 1.0]) for prompt_id in range(5)]
     parts = split_mini_batches(groups, 2)
-    assert [[sample.prompt_id for sample in part] for part in parts] == [[0, 0, 1, 1], [2, 2, 3, 3, 4, 4]]
+    assert [[group.prompt.prompt_id for group in part] for part in parts] == [[0, 1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        # What is left of two groups of one prompt when the other samples were invalid: indices 0, 1 and then 2, 3.
+        ([make_group(7, [1.0, 1.0]), make_group(7, [0.0, 0.0], first=2)], [0, 0, 1, 1]),
+        ([make_group(7, [1.0], first=i) for i in range(3)], [0, 1, 2]),
+        ([make_group(7, [1.0, 0.0]), make_group(7, [1.0, 0.0], first=3), make_group(7, [0.5])], [0, 0, 1, 1, 2]),
+        # Partial rollouts end in any order: indices that fall are still one group.
+        ([group_of([make_sample(index=i) for i in (3, 0, 2)]), make_group(1, [1.0])], [0, 0, 0, 1]),
+    ],
+    ids=["two partial groups", "three groups of one", "three in a row", "falling indices"],
+)
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_group_ids_are_those_of_the_given_groups(
+    groups: list[SampleGroup], expected: list[int], num_parts: int
+) -> None:
+    assert step_samples(groups, policy_version=0).group_ids.tolist() == expected
+    for num_ranks in (1, 2, 3):
+        batch = pack(split_mini_batches(groups, num_parts), num_ranks=num_ranks, max_tokens=20, policy_version=0)
+        assert batch.samples.group_ids.tolist() == expected
+        # Wherever a sample is packed, its number leads to its own group.
+        own = [(group.prompt.prompt_id, sample.sample_index) for group in groups for sample in group.samples]
+        micros = [micro for minis in batch.ranks for mini in minis for micro in mini.micro_batches if micro.sample_keys]
+        packed = {n: key for micro in micros for n, key in zip(micro.numbers(), micro.sample_keys, strict=True)}
+        assert [packed[number] for number in range(len(own))] == own
+
+
+def test_equal_rewards_have_no_advantage_beside_another_group_of_their_prompt() -> None:
+    groups = [make_group(7, [1.0, 1.0]), make_group(7, [0.0, 0.0], first=2)]
+    samples = step_samples(groups, policy_version=0)
+    for estimator in (each for each in Estimator if each.baseline is Baseline.group):
+        found = sample_advantages(
+            estimator, samples.rewards, samples.group_ids, epsilon=1e-6, num_tokens=samples.num_tokens
+        )
+        assert found.tolist() == [0.0] * 4, estimator
 
 
 def test_lags_of_tokens_travel_only_where_they_differ_within_a_response() -> None:
@@ -176,7 +230,7 @@ def test_lags_of_tokens_travel_only_where_they_differ_within_a_response() -> Non
     assert micro_batch([mixed]).token_lags is None
     lags = micro_batch([plain, mixed], policy_version=5).token_lags
     assert lags is not None and lags.tolist() == [0, 0, 1, 1, 0, 0, 2, 0, 0]
-    batch = pack([[plain, mixed]], num_ranks=1, max_tokens=100, policy_version=5)
+    batch = pack_samples([[plain, mixed]], num_ranks=1, max_tokens=100, policy_version=5)
     [micro] = batch.ranks[0][0].micro_batches
     assert micro.token_lags is not None and sorted(micro.token_lags.tolist()) == sorted(lags.tolist())
     assert batch.samples.lags.tolist() == [1, 2]

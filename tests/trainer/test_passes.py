@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from policy_cases import MODES, full_gradient, lone_worker, make_config, make_samples, save_policy
+from test_packing import pack_samples
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,6 @@ from algorithms.config import (
     TISConfig,
 )
 from rollout.types import Sample
-from trainer.batch.packing import pack
 from trainer.batch.train_batch import RankMiniBatch, pass_order
 from trainer.config.train import TrainConfig
 from trainer.config.training import OptimConfig
@@ -64,7 +64,7 @@ def train(worker: PolicyWorker, config: TrainConfig, samples: Sequence[Sample], 
     """One rollout step, in mini-batches of equal size and several micro-batches each."""
     size = len(samples) // config.batch.mini_batches
     minis = [samples[first : first + size] for first in range(0, len(samples), size)]
-    batch = pack(minis, num_ranks=1, max_tokens=30, policy_version=0)
+    batch = pack_samples(minis, num_ranks=1, max_tokens=30, policy_version=0)
     return worker.train(batch.ranks[0], batch.samples, step)
 
 

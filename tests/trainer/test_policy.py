@@ -24,6 +24,7 @@ from policy_cases import (
     save_untied,
 )
 from safetensors.torch import load_file
+from test_packing import pack_samples
 
 from algorithms.config import (
     Aggregation,
@@ -36,7 +37,7 @@ from rollout.group.engine_group import EngineGroup
 from rollout.types import GenerateRequest, Sample
 from rollout.weights.packing import tensor_digest, unpack
 from rollout.weights.shared_weights import copy_of
-from trainer.batch.packing import micro_batch, pack
+from trainer.batch.packing import micro_batch
 from trainer.batch.train_batch import MicroBatch
 from trainer.cluster import placement
 from trainer.cluster.bundles import PlacementError
@@ -74,7 +75,7 @@ def update(config: TrainConfig, model_path: Path, *, max_tokens: int, reverse: b
         policy = cluster.spawn_policy(model_path)
         policy.wait_ready()
         before = weights_of(policy)
-        policy.train(pack(minis, num_ranks=len(policy), max_tokens=max_tokens, policy_version=0), step=1)
+        policy.train(pack_samples(minis, num_ranks=len(policy), max_tokens=max_tokens, policy_version=0), step=1)
         return weights_of(policy) - before
 
 
@@ -116,7 +117,7 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
         with Cluster(make_config(model_path, num_workers=count), log_dir=model_path) as cluster:
             policy = cluster.spawn_policy(model_path)
             policy.wait_ready()
-            batch = pack([make_samples()], num_ranks=count, max_tokens=1000, policy_version=0)
+            batch = pack_samples([make_samples()], num_ranks=count, max_tokens=1000, policy_version=0)
             if saved:
                 policy.compare_files(tmp_path, records)
                 damaged = tmp_path / f"__{saving - 1}_0.distcp"
@@ -189,7 +190,7 @@ def test_engines_hold_the_policy_bitwise_a_flipped_byte_is_named_and_all_listen_
         samples = make_samples()
         for sample in samples:
             sample.token_ids = sample.token_ids % 50
-        policy.train(pack([samples], num_ranks=2, max_tokens=100, policy_version=0), step=1)
+        policy.train(pack_samples([samples], num_ranks=2, max_tokens=100, policy_version=0), step=1)
         report = sync_weights(policy, engines, policy_version=1)
         assert (report.num_engines, report.num_mapped) == (2, 2)
         assert "to 2 engine(s) through shared memory (2) in" in str(report)
@@ -267,7 +268,7 @@ def test_engine_and_trainer_agree_and_the_check_sees_every_cause_of_disagreement
         engines.wait_ready()
         sync_weights(policy, engines, policy_version=0)
         samples = rollouts(engines, config.sampling)
-        batch = pack([samples], num_ranks=2, max_tokens=1000, policy_version=0)
+        batch = pack_samples([samples], num_ranks=2, max_tokens=1000, policy_version=0)
         micro, hotter = micro_batch(samples), micro_batch(rollouts(engines, SamplingConfig(max_new_tokens=12)))
         [trainer, trainer_of_hotter] = policy.logprobs([micro, hotter])
         assert worst(micro, trainer) < TOLERANCE
@@ -324,9 +325,9 @@ def test_policy_and_engines_that_take_turns_train_to_the_same_bits(model_path: P
                     samples = rollouts(engines, SamplingConfig(max_new_tokens=8))
                 if residency is Residency.always:
                     with pytest.raises(RuntimeError, match="the policy sleeps"):
-                        policy.train(pack([samples], num_ranks=2, max_tokens=100, policy_version=0), step=step)
+                        policy.train(pack_samples([samples], num_ranks=2, max_tokens=100, policy_version=0), step=step)
                 with policy.resident():
-                    policy.train(pack([samples], num_ranks=2, max_tokens=100, policy_version=0), step=step)
+                    policy.train(pack_samples([samples], num_ranks=2, max_tokens=100, policy_version=0), step=step)
                 sync_weights(policy, engines, policy_version=step)
             with policy.resident():
                 weights = weights_of(policy)
@@ -378,4 +379,4 @@ def test_a_dead_rank_ends_the_step_with_its_name(model_path: Path) -> None:
         infos = policy.wait_ready()
         subprocess.run(["kill", "-9", str(infos[1].process.pid)], check=True)
         with pytest.raises(RuntimeError, match=r"phase train: policy [01]"):
-            policy.train(pack([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=1)
+            policy.train(pack_samples([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=1)

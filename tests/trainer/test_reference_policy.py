@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from policy_cases import count_forwards, lone_worker, make_config, make_samples, save_policy
+from test_packing import pack_samples
 
 from algorithms.config import (
     AdvantageConfig,
@@ -26,7 +27,6 @@ from algorithms.config import (
 )
 from algorithms.correction import correct
 from rollout.types import Sample
-from trainer.batch.packing import pack
 from trainer.batch.train_batch import TokenScores, present
 from trainer.config.train import TrainConfig
 from trainer.policy.advantages import set_sample_advantages
@@ -62,7 +62,7 @@ def on_policy(model_path: Path, reward: float) -> list[Sample]:
     samples = make_samples()
     with lone_worker(make_config(model_path, num_workers=1), model_path) as worker:
         for sample in samples:
-            [micro] = pack([[sample]], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0][0].micro_batches
+            [micro] = pack_samples([[sample]], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0][0].micro_batches
             sample.rollout_logprobs = worker.logprobs([micro])[0].numpy()
             sample.reward = reward
     return samples
@@ -74,7 +74,7 @@ def steps(config: TrainConfig, model_path: Path, samples: Sequence[Sample], coun
         return [
             worker.train(batch.ranks[0], batch.samples, step)
             for step in range(1, count + 1)
-            for batch in [pack([samples], num_ranks=1, max_tokens=30, policy_version=0)]
+            for batch in [pack_samples([samples], num_ranks=1, max_tokens=30, policy_version=0)]
         ]
 
 
@@ -107,7 +107,7 @@ def test_without_a_reference_nothing_is_loaded_or_measured(model_path: Path) -> 
 @pytest.mark.parametrize(("reference", "passes"), [(IN_LOSS[0], 1), (IN_REWARD, 2)], ids=["loss", "reward"])
 def test_the_plan_counts_the_forwards(model_path: Path, reference: ReferenceKLConfig, passes: int) -> None:
     config = config_with(model_path, reference)
-    batch = pack([on_policy(model_path, 1.0)], num_ranks=1, max_tokens=30, policy_version=0)
+    batch = pack_samples([on_policy(model_path, 1.0)], num_ranks=1, max_tokens=30, policy_version=0)
     with lone_worker(config, model_path) as worker:
         tokens = count_forwards(worker)
         assert worker._reference is not None
@@ -121,13 +121,13 @@ def test_a_kl_in_the_reward_is_taken_off_before_the_advantage(model_path: Path) 
     # REINFORCE: A = r - sum of k1, by hand from the log-probs of a policy that has moved away from the reference.
     samples = on_policy(model_path, 1.0)
     config = config_with(model_path, IN_REWARD)
-    batch = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0)
+    batch = pack_samples([samples], num_ranks=1, max_tokens=1000, policy_version=0)
     [micro] = batch.ranks[0][0].micro_batches
     with lone_worker(config, model_path) as worker:
         reference = worker.logprobs([micro])[0]
         worker.train(batch.ranks[0], batch.samples, 1)
         moved = worker.logprobs([micro])[0]
-        minis = pack([samples], num_ranks=1, max_tokens=1000, policy_version=1)
+        minis = pack_samples([samples], num_ranks=1, max_tokens=1000, policy_version=1)
         mini = minis.ranks[0][0]
         assert worker._reference is not None
         worker._training.fill_old_logprobs([mini])
@@ -161,7 +161,7 @@ def test_a_rejected_token_does_not_come_back_through_the_kl(model_path: Path) ->
     samples[0].rollout_logprobs = np.where(samples[0].response_mask, pi, 0.0)
     samples[0].rollout_logprobs[first] = -12.0
     samples[0].reward = 0.0
-    [mini] = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0]
+    [mini] = pack_samples([samples], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0]
     [micro] = mini.micro_batches
     micro.ref_logprobs = torch.where(micro.response_mask, math.log(0.25), 0.0)
     micro.advantages = torch.zeros_like(micro.ref_logprobs)

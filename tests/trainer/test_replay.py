@@ -15,6 +15,7 @@ import pytest
 import torch
 from full_disk import full_disk
 from policy_cases import lone_worker, make_config, make_samples, save_policy
+from test_packing import grouped, pack_samples
 
 from algorithms.config import (
     AdvantageConfig,
@@ -29,7 +30,7 @@ from algorithms.config import (
     TISConfig,
 )
 from rollout.types import Sample
-from trainer.batch.packing import micro_batch, pack, step_samples
+from trainer.batch.packing import micro_batch, step_samples
 from trainer.batch.train_batch import RankMiniBatch, TokenScores
 from trainer.cli.commands import run
 from trainer.cli.replay import replay_completions
@@ -99,7 +100,7 @@ def trained(
     parts = config.batch.mini_batches
     size = len(samples) // parts
     assert size % group_size == 0
-    batch = pack(
+    batch = pack_samples(
         [samples[k * size : (k + 1) * size] for k in range(parts)], num_ranks=1, max_tokens=40, policy_version=7
     )
     assert len(batch.ranks[0][0].micro_batches) > 1, "the order of micro-batches would not matter"
@@ -241,7 +242,7 @@ def test_a_changed_dump_is_noticed_and_a_changed_row_is_shown(model_path: Path, 
 
 def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: Path, tmp_path: Path) -> None:
     config, lines = config_of(model_path, keep=2), list[str]()
-    batch = pack([close_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+    batch = pack_samples([close_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
     with lone_worker(config, model_path) as worker:
         dumper = StepDumper(config, tmp_path, say=lines.append)
 
@@ -362,7 +363,7 @@ def test_a_rank_without_samples_is_written_down_too(tmp_path: Path) -> None:
     """It trains on one token that is no sample; it must come back as such."""
     empty = micro_batch([])
     mini = RankMiniBatch(micro_batches=[empty], num_response_tokens=4, num_sequences=1)
-    samples = step_samples(close_samples()[:1], policy_version=0)
+    samples = step_samples(grouped(close_samples()[:1]), policy_version=0)
     recorder = StepRecorder(samples, rank=0)
     zero = torch.zeros(1)
     recorder.add(mini, 0, TokenScores(logprobs=zero, entropy=zero, floor_delta=None))

@@ -14,9 +14,9 @@ import pytest
 import torch
 from full_disk import full_disk
 from policy_cases import lone_worker, make_config, make_samples, save_policy
+from test_packing import pack_samples
 
 from rollout.data.dataset import StreamState
-from trainer.batch.packing import pack
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.outputs import CheckpointConfig
 from trainer.policy.shards import ShardReport, file_shares
@@ -72,7 +72,7 @@ class LoneGroup:
 def worker(tmp_path: Path) -> Iterator[PolicyWorker]:
     config = make_config(save_policy(tmp_path / "model"), num_workers=1)
     with lone_worker(config, tmp_path / "model") as made:
-        batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+        batch = pack_samples([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
         made.train(batch.ranks[0], batch.samples, 1)
         yield made
 

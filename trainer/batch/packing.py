@@ -174,7 +174,7 @@ def _token_lags(samples: Sequence[Sample], policy_version: int) -> Tensor | None
 
 
 def pack(
-    mini_batches: Sequence[Sequence[Sample]],
+    mini_batches: Sequence[Sequence[SampleGroup]],
     *,
     num_ranks: int,
     max_tokens: int,
@@ -183,19 +183,20 @@ def pack(
 ) -> TrainBatch:
     """Pack the samples of each optimizer step for `num_ranks` ranks.
 
-    `mini_batches[k]` are the samples of optimizer step k, group after group; `max_tokens` is the cap of one
+    `mini_batches[k]` are the groups of optimizer step k; `max_tokens` is the cap of one
     micro-batch, `policy_version` the version of the weights at the start of the step, `cost` the estimate that is
     balanced over ranks.
     """
     ranks: list[list[RankMiniBatch]] = [[] for _ in range(num_ranks)]
     costs = [0.0] * num_ranks
     first = 0
-    for mini_batch in mini_batches:
+    for groups in mini_batches:
+        mini_batch = [sample for group in groups for sample in group.samples]
         num_response_tokens = sum(sample.num_response_tokens for sample in mini_batch)
         planned = plan_groups(_prompt_groups(mini_batch), cap=max_tokens, num_ranks=num_ranks, cost=cost)
         for rank, bins in enumerate(planned):
-            costs[rank] += sum(group.cost(cost) for groups in bins for group in groups)
-            orders = [[i for group in groups for i in group.samples] for groups in bins]
+            costs[rank] += sum(part.cost(cost) for parts in bins for part in parts)
+            orders = [[i for part in parts for i in part.samples] for parts in bins]
             micros = [
                 micro_batch([mini_batch[i] for i in order], [first + i for i in order], policy_version=policy_version)
                 for order in orders
@@ -210,7 +211,7 @@ def pack(
     num_tokens = sum(micro.inputs.num_tokens for micro in micros)
     return TrainBatch(
         ranks=ranks,
-        samples=step_samples([sample for part in mini_batches for sample in part], policy_version=policy_version),
+        samples=step_samples([group for groups in mini_batches for group in groups], policy_version=policy_version),
         stats=PackingStats(
             num_micro_batches=len(micros) // num_ranks,
             num_tokens=num_tokens,
@@ -233,32 +234,22 @@ def _prompt_groups(samples: Sequence[Sample]) -> list[PromptGroup]:
     return groups
 
 
-def step_samples(samples: Sequence[Sample], *, policy_version: int) -> StepSamples:
-    """Per-sample facts of the step for the ranks; `samples` are ordered group after group.
+def step_samples(groups: Sequence[SampleGroup], *, policy_version: int) -> StepSamples:
+    """Per-sample facts of the step for the ranks, group after group. Raises ValueError for a sample without a reward.
 
-    Raises:
-        ValueError: a sample without a reward.
+    A prompt that comes again in the step has another group: the number of a group is its place in the step.
     """
-    rewards: list[float] = []
-    group_ids: list[int] = []
-    for index, sample in enumerate(samples):
-        if sample.reward is None:
-            raise ValueError(f"sample {sample.prompt_id}/{sample.sample_index} has no reward")
-        rewards.append(sample.reward)
-        before = samples[index - 1] if index else sample
-        # A prompt may come again in the same step when an epoch ends; its sample indices then start again.
-        same = (sample.prompt_id, True) == (before.prompt_id, sample.sample_index > before.sample_index)
-        group_ids.append(group_ids[-1] if index and same else len(group_ids))
+    samples = [sample for group in groups for sample in group.samples]
+    sizes = torch.tensor([len(group.samples) for group in groups], dtype=torch.int64)
     return StepSamples(
-        rewards=torch.tensor(rewards, dtype=torch.float32),
-        group_ids=torch.tensor(group_ids, dtype=torch.int64),
+        rewards=torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32),
+        group_ids=torch.arange(len(groups)).repeat_interleave(sizes),
         num_tokens=torch.tensor([sample.num_response_tokens for sample in samples], dtype=torch.int64),
         lags=torch.tensor([policy_version - sample.policy_version for sample in samples], dtype=torch.int64),
     )
 
 
-def split_mini_batches(groups: Sequence[SampleGroup], num_parts: int) -> list[list[Sample]]:
+def split_mini_batches(groups: Sequence[SampleGroup], num_parts: int) -> list[Sequence[SampleGroup]]:
     """Deal whole groups, in order, to `num_parts` optimizer steps of (nearly) equal group count."""
     bounds = [len(groups) * part // num_parts for part in range(num_parts + 1)]
-    parts = [groups[start:end] for start, end in pairwise(bounds)]
-    return [[sample for group in part for sample in group.samples] for part in parts if part]
+    return [groups[start:end] for start, end in pairwise(bounds) if start < end]
