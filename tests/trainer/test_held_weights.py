@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from policy_cases import lone_worker, make_config, make_samples, save_policy
-from test_packing import pack_samples
+from test_packing import make_sample, pack_samples
 from transformers import AutoModelForCausalLM
 
 from rollout.config import DType, Quantization, SGLangConfig, TorchEngineConfig
 from rollout.types import Sample
 from rollout.weights.quantization import held_weight
+from trainer.batch.packing import micro_batch
 from trainer.config.train import TrainConfig
-from trainer.policy.held_weights import SCORED_TOKENS, weights_differ
+from trainer.policy.held_weights import SCORED_TOKENS, _few_fresh, weights_differ
 
 WEIGHTS, ARITHMETIC = "mismatch/k3_weights", "mismatch/k3_arithmetic"
 
@@ -113,6 +114,23 @@ def test_only_responses_of_the_present_weights_are_scored(model_path: Path) -> N
     for sample in samples:
         sample.token_versions[:] = -1
     assert trained(config_of(model_path, rollout), model_path, samples)[0][WEIGHTS] is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "lags", "scored"),
+    [
+        ([300, 50, 50, 50], [1, 0, 0, 0], [1, 2, 3]),
+        ([100, 300, 100, 300, 50], [0, 2, 0, 1, 0], [0, 2, 4]),
+        ([300, 50], [0, 0], [0]),  # one at least
+        ([200, 90, 300, 40], [1, 1, 0, 0], [2]),
+        ([100, 156, 10], [0, 0, 0], [0, 1]),  # exactly SCORED_TOKENS
+        ([100, 200, 10], [0, 0, 0], [0]),
+        ([10, 20], [3, 1], []),
+    ],
+)
+def test_stale_responses_take_nothing_of_what_is_scored(lengths: list[int], lags: list[int], scored: list[int]) -> None:
+    samples = [make_sample(index=i, prompt=2, response=length - 2) for i, length in enumerate(lengths)]
+    assert _few_fresh(micro_batch(samples), torch.tensor(lags)) == scored
 
 
 @pytest.mark.parametrize(

@@ -66,15 +66,9 @@ def _few_fresh(micro: MicroBatch, lags: Tensor) -> list[int]:
     """The first sequences of lag 0 that hold at most SCORED_TOKENS together, one at least if there is any."""
     if micro.token_lags is not None or not micro.sample_keys:
         return []
-    chosen: list[int] = []
-    left = SCORED_TOKENS
-    for number, (length, lag) in enumerate(zip(micro.cu_seqlens.diff().tolist(), lags.tolist(), strict=True)):
-        left -= length
-        if lag == 0 and (left >= 0 or not chosen):
-            chosen.append(number)
-        if left <= 0 and chosen:
-            break
-    return chosen
+    fresh = [number for number, lag in enumerate(lags.tolist()) if lag == 0]
+    ends = micro.cu_seqlens.diff()[fresh].cumsum(0).tolist()  # counted over the fresh ones alone
+    return [number for number, end in zip(fresh, ends, strict=True) if end <= SCORED_TOKENS] or fresh[:1]
 
 
 @contextmanager
