@@ -45,6 +45,6 @@ def similar_file(given: str, suffixes: Collection[str]) -> str:
 def _names_beside(path: Path, is_wanted: Callable[[Path], bool]) -> list[str]:
     """Sorted names of the wanted entries of the directory of `path`; none if it cannot be read."""
     try:
-        return sorted(found.name for found in path.expanduser().parent.iterdir() if is_wanted(found))
-    except (OSError, ValueError, RuntimeError):  # no such directory, a NUL in the path, a user without a home
+        return sorted(found.name for found in path.parent.iterdir() if is_wanted(found))
+    except (OSError, ValueError):  # no such directory, a NUL in the path
         return []

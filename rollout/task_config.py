@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from algorithms.config import Checked, Problem
+from algorithms.config.home import PathText
 from algorithms.config.rules import Rule, above, at_least, given, ruled
 from rollout.similar_file import similar_file
 
@@ -19,7 +20,7 @@ from rollout.similar_file import similar_file
 class RewardConfig(Checked):
     """Scoring of a response."""
 
-    function: str = "exact_match"
+    function: PathText = "exact_match"
     """Reward function: exact_match, gsm8k, gsm8k_flexible, math, math_dapo, or a custom function as
     path/to/file.py:name."""
     correct: float = 1.0
@@ -150,9 +151,9 @@ class FileDataConfig(DataConfig):
     that are made on the spot (word_problems:one_step@train; see rollout/data/word_problems.py)."""
 
     kind: ClassVar[str] = "file"
-    train_path: str = ruled("", given(), remedy=_SOURCES)
+    train_path: PathText = ruled("", given(), remedy=_SOURCES)
     """Source of the training rows: a file, a pattern of files, or repo[:config]@split."""
-    eval_path: str = ruled("", given(), remedy=_SOURCES)
+    eval_path: PathText = ruled("", given(), remedy=_SOURCES)
     """Source of the held-out rows: a file, a pattern of files, or repo[:config]@split."""
     prompt_key: str | None = ruled(None, _COLUMN, remedy="Use null to recognise the layout.")
     """Column with the prompt (text, or chat messages); a+b joins the texts of two columns; null recognises the

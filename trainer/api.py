@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from algorithms.config import ConfigError, Problem
+from algorithms.config.home import from_home
 from rollout.processes.child_process import python_module
 from trainer.cli.arguments import TrainArguments, parse_train
 from trainer.cli.resume import recorded_recipe, resolve_start, resume_words
@@ -142,7 +143,8 @@ class RunHandle:
         The newest checkpoint, or with `best` the one with the highest checkpoint.best_metric. Without a deadline: it
         reads and writes as long as the disk takes. Raises RunError.
         """
-        words = [str(self.dir), str(directory), *([BEST_FLAG] if best else [])]
+        directory = from_home(str(directory), key="directory")
+        words = [str(self.dir), directory, *([BEST_FLAG] if best else [])]
         done = subprocess.run(  # noqa: S603 - our own command line, no shell
             python_module("trainer", "export", *words), stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
@@ -232,7 +234,7 @@ def train(recipe: str | Path, overrides: Overrides = ()) -> RunHandle:
 
 def resume(run_dir: str | Path, overrides: Overrides = ()) -> RunHandle:
     """Start `parity resume <run_dir> <overrides>`: go on with a run. Arguments and errors are those of `train`."""
-    words, directory = _words(overrides), Path(run_dir).absolute()
+    words, directory = _words(overrides), Path(from_home(str(run_dir), key="run_dir")).absolute()
     with recorded_recipe(directory, words) as path:
         if isinstance(path, Problem):
             raise ConfigError([path])
@@ -244,7 +246,7 @@ def resume(run_dir: str | Path, overrides: Overrides = ()) -> RunHandle:
 
 def open_run(run_dir: str | Path) -> RunHandle:
     """The handle of a run that is there already, going on or ended; raises FileNotFoundError where there is none."""
-    directory = Path(run_dir).absolute()
+    directory = Path(from_home(str(run_dir), key="run_dir")).absolute()
     if not is_run(directory):
         rule = "run_dir must be the directory of a run of Parity"
         raise FileNotFoundError(f"{rule}, got {str(run_dir)!r}. {runs_inside(directory)}")
@@ -273,8 +275,9 @@ def _read(recipe: str | Path, overrides: Overrides) -> tuple[Path, TrainArgument
     if not isinstance(recipe, str | Path):
         rule = "must be the name of a recipe, the path of one, or the directory of a run"
         raise ConfigError([Problem(key="recipe", rule=rule, value=recipe)])
+    recipe = from_home(str(recipe), key="recipe")
     recorded = Path(recipe) / CONFIG_FILE
-    words = [str(recorded if recorded.is_file() else recipe), *_words(overrides)]
+    words = [str(recorded) if recorded.is_file() else recipe, *_words(overrides)]
     arguments, problems = _parsed(words)
     path = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(path, Problem):

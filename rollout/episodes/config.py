@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from algorithms.config import Checked, Problem
+from algorithms.config.home import PathText
 from algorithms.config.rules import above, at_least, ruled
 from rollout.config import CollectConfig
 from rollout.episodes.tools import ROLLOUTS
@@ -16,7 +17,7 @@ from rollout.processes.custom_code import function_problem, similar_custom
 class EpisodeConfig(Checked):
     """Tools and environments between the turns of a response. By default a response has one turn."""
 
-    function: str | None = None
+    function: PathText | None = None
     """calculator, or a custom rollout function as path/to/file.py:name; null for responses of one turn."""
     num_workers: int = ruled(1, at_least(1))
     """Processes that run rollout functions; each runs many episodes at a time and can be killed."""

@@ -25,8 +25,8 @@ def custom_problem(function: str) -> str | None:
     path, _, name = function.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         return "must have the form path/to/file.py:function"
-    if not Path(path).expanduser().is_file():
-        return f"must name an existing file; there is no {Path(path).expanduser().absolute()}"
+    if not Path(path).is_file():
+        return f"must name an existing file; there is no {Path(path).absolute()}"
     return None
 
 
@@ -52,8 +52,8 @@ def similar_custom(function: str) -> str:
 def _functions_of(path: str) -> str:
     """A sentence with the functions that a Python file defines; empty if `path` is no such file."""
     try:
-        tree = ast.parse(Path(path).expanduser().read_bytes())
-    except (OSError, ValueError, SyntaxError, RuntimeError):  # no file, a NUL in it, no Python, a user without a home
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, ValueError, SyntaxError):  # no file, a NUL in it, no Python
         return ""
     names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     return f"Did you mean {' or '.join(f'{path}:{name}' for name in names[:MOST_FUNCTIONS])}?" if names else ""
@@ -64,7 +64,7 @@ def load_function(function: str, *, key: str) -> object:
     if problem := custom_problem(function):
         raise ValueError(f"{key}={function} {problem}")
     file, _, name = function.rpartition(":")
-    path = Path(file).expanduser().resolve()
+    path = Path(file).resolve()
     # Modules beside the file, and in the working directory, can be imported; their directories come last on the path,
     # so that they hide no module of Parity.
     sys.path += [place for place in (str(path.parent), str(Path.cwd())) if place not in sys.path]

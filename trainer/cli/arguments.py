@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from algorithms.config import Problem
+from algorithms.config import ConfigError, Problem
+from algorithms.config.home import from_home
 from algorithms.config.rules import describe
 from trainer.compose.keys import nearest
 from trainer.compose.overrides import long_form
@@ -60,7 +61,11 @@ def parse_train(
         problems.append(Problem(key="flags", rule=f"cannot be read ({error})", value=" ".join(words)))
         parsed, unknown = parser.parse_args([word for word in words if not word.startswith("-")][:1]), []
     problems += [_unknown_flag(flag, parser, command=command, flags=flags) for flag in unknown]
-    own_dir = None if parsed.config_dir is None else Path(parsed.config_dir)
+    own_dir = None
+    try:
+        own_dir = None if parsed.config_dir is None else Path(from_home(parsed.config_dir, key="--config-dir"))
+    except ConfigError as error:
+        problems += error.problems
     if own_dir is not None and not own_dir.is_dir():
         problems.append(Problem(key="--config-dir", rule="must be an existing directory", value=str(own_dir)))
         own_dir = None

@@ -13,7 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from algorithms.config import NOT_SET, Problem
+from algorithms.config import NOT_SET, ConfigError, Problem
+from algorithms.config.home import from_home
 from trainer.compose.catalog import find_recipe, read_card, recipe_files
 from trainer.compose.keys import nearest
 from trainer.compose.outcome import (
@@ -179,6 +180,8 @@ def run(words: Sequence[str]) -> int:
     except BrokenPipeError:
         to_nowhere(sys.stdout)
         return DONE
+    except ConfigError as error:  # of a word that composes no config
+        return report(error.problems, command=f"parity {words[0]}")
     except PermissionError as error:
         command = f"parity {words[0]}"
         return refuse(
@@ -263,7 +266,8 @@ def _export(words: list[str]) -> int:
         return refuse(command, "flag", "is not known", " ".join(unknown), remedy)
     if len(words) != 2:
         return refuse(command, command, "takes a run directory and a new directory", " ".join(words))
-    given, directory = (Path(word) for word in words)
+    given = Path(from_home(words[0], key="run.dir"))
+    directory = Path(from_home(words[1], key="directory"))
     from trainer.config.outputs import CHECKPOINTS
     from trainer.rundir.run_dir import runs_inside, unusable_problem
 
@@ -342,7 +346,7 @@ def _resume(words: list[str]) -> int:
 
     if not words or words[0].startswith("-"):
         return refuse(COMMAND, "run.dir", "is missing", NOT_SET, f"{COMMAND} <run.dir> [key=value ...].")
-    run_dir = Path(words[0]).absolute()
+    run_dir = Path(from_home(words[0], key="run.dir")).absolute()
     with recorded_recipe(run_dir, words[1:]) as recipe:
         if isinstance(recipe, Problem):
             return report([recipe], command=COMMAND)
@@ -392,13 +396,16 @@ def _inspect(recipe: Path, arguments: TrainArguments, problems: list[Problem], *
     """Show what Hydra composes, also of an incomplete or invalid config, with a note that the run would be refused."""
     from trainer.cli.show import show
     from trainer.compose.compose import hydra_problems, resolve
+    from trainer.compose.overrides import override_words
 
     own_dir = arguments.own_dir
     problems += hydra_problems(recipe, arguments.overrides, own_dir=own_dir)
     if problems:
         return report(problems, command=command)
-    refused = resolve(recipe, arguments.overrides, own_dir=own_dir, multirun=False).problems
-    if said := show(recipe, arguments.hydra_flags, arguments.overrides, own_dir=own_dir):
+    resolution = resolve(recipe, arguments.overrides, own_dir=own_dir, multirun=False)
+    refused = resolution.problems
+    overrides = [*arguments.overrides, *override_words(resolution.runs[0].from_home)]
+    if said := show(recipe, arguments.hydra_flags, overrides, own_dir=own_dir):
         return report(refused or [said], command=command)
     if refused:
         to_stderr(f"note: a run with this configuration is refused, the first reason is: {refused[0]}\n")

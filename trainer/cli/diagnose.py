@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from algorithms.config import NOT_SET, Problem
+from algorithms.config.home import from_home
 from rollout.config import DType, Quantization
 from trainer.cli.tables import rows_text
 from trainer.cli.words import given_words, unknown_word
@@ -92,7 +93,7 @@ def _parse(words: Sequence[str]) -> tuple[Arguments | None, list[Problem]]:
     """Parse the words -> (arguments or None, problems); None with at least one problem."""
     given = given_words(words)
     places = [word for word in words if "=" not in word]
-    source = Path(places[0]).expanduser() if len(places) == 1 and not places[0].startswith("-") else None
+    source = Path(from_home(places[0], key="source")) if len(places) == 1 and not places[0].startswith("-") else None
     is_run = source is not None and (source / CONFIG_FILE).is_file()
     is_bundle = source is not None and (source.is_file() or (not is_run and bool(rank_files(source))))
     problems: list[Problem] = []
@@ -119,7 +120,7 @@ def _parse(words: Sequence[str]) -> tuple[Arguments | None, list[Problem]]:
     models = _models(given, problems)
     if source is not None and not problems:
         default = source / OUTPUT if is_run else source.with_name(f"{source.stem}_{OUTPUT}")
-        out = Path(given["out"]).expanduser() if given.get("out") else default
+        out = Path(given["out"]) if given.get("out") else default
         if (unusable := unusable_problem("out", out)) is None:
             return Arguments(source=source, given=given, out=out, models=models), []
         problems.append(unusable)
@@ -133,7 +134,7 @@ def _models(given: Mapping[str, str], problems: list[Problem]) -> tuple[Path, ..
         problems.append(Problem(key="model", rule="must be a directory", value=NOT_SET, remedy="Or leave it out."))
     for key in ("model", "older"):
         for word in filter(None, given.get(key, "").split(",")):
-            path = Path(word).expanduser()
+            path = Path(from_home(word, key=key))
             if not (path / MODEL_FILE).is_file():
                 rule = f"must be a directory that transformers can load, with its {MODEL_FILE}"
                 remedy = "Of a run: parity export <run.dir> <directory>."

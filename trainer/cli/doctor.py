@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import psutil
 
+from algorithms.config import ConfigError, Problem
 from trainer.limits.machine import this_machine
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.provenance import num_cores
@@ -156,8 +157,12 @@ def _disk() -> Finding:
 
 def _cache() -> Finding:
     """The directory that all runs share."""
-    directory = default_cache_dir()
-    unusable = unusable_problem("$PARITY_CACHE", directory)
+    unusable: Problem | None
+    try:
+        directory = default_cache_dir()
+        unusable = unusable_problem("$PARITY_CACHE", directory)
+    except ConfigError as error:
+        [unusable] = error.problems
     if unusable is not None:
         return Finding(NOTE, "cache", str(unusable), "Set PARITY_CACHE to a directory of yours.")
     return Finding(OK, "cache", f"{directory}: built models and measured limits; PARITY_CACHE names another directory")
@@ -186,7 +191,7 @@ def _ceilings(torch_found: Finding, gpus: list[str]) -> Finding:
 
     try:
         return Finding(OK, "limits", str(find_ceilings("cuda" if gpus else "cpu", num_threads=num_cores())))
-    except RuntimeError as error:
+    except (RuntimeError, ConfigError) as error:
         return Finding(NOTE, "limits", f"could not be measured ({error})")
 
 

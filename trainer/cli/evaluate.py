@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from algorithms.config import NOT_SET, Problem
+from algorithms.config import NOT_SET, ConfigError, Problem
 from rollout.config import SGLangConfig
 from trainer.cli.arguments import TrainArguments, parse_train
 from trainer.cli.tables import rows_text
@@ -92,7 +92,11 @@ def _source(given: list[str], *, best: bool, problems: list[Problem]) -> Weights
         rule, value = ("must be given once", " ".join(given)) if given else ("is missing", NOT_SET)
         problems.append(Problem(key=KEY, rule=rule, value=value, remedy=f"{KEY}=... is one of: {remedy}"))
         return None
-    source = find_source(given[0], best=best)
+    try:
+        source = find_source(given[0], best=best)
+    except ConfigError as error:
+        problems += error.problems
+        return None
     if isinstance(source, Problem):
         problems.append(source)
         return None
@@ -123,7 +127,7 @@ def _weights_problems(config: TrainConfig, source: WeightsSource) -> Iterator[Pr
             except UnknownShapeError:
                 shapes = None
             model = config.model
-            directory = Path(model.path).expanduser() if isinstance(model, HFModelConfig) else None
+            directory = Path(model.path) if isinstance(model, HFModelConfig) else None
             mark = model_mark(directory) if directory is not None and directory.is_dir() else None
             if isinstance(read := read_adapter(KEY, source.path, shapes, mark=mark), Problem):
                 yield read

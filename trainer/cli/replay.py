@@ -7,12 +7,14 @@ All problems are reported together before torch is loaded. Called by `commands.p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from algorithms.config import NOT_SET, Problem
+from algorithms.config.home import from_home
 from trainer.cli.tables import rows_text
 from trainer.cli.words import given_words, unknown_word
 from trainer.compose.compose import resolve
@@ -64,7 +66,7 @@ class BundleArguments:
 
 def run_replay(words: Sequence[str]) -> int:
     """Run `parity replay <words>`; return the exit code."""
-    places = [Path(word).expanduser() for word in words if "=" not in word]
+    places = [Path(from_home(word, key="run.dir")) for word in words if "=" not in word]
     file = next((place for place in places if place.is_file() or _is_of_ranks(place)), None)
     if file is not None:
         of_file, problems = parse_bundle(file, words)
@@ -94,7 +96,7 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
     given, names = _given(words)
     places = [word for word in words if "=" not in word]
     problems = [unknown_word(key, value, known=KEYS, command=NAME) for key, value in given.items() if key not in KEYS]
-    run_dir = Path(places[0]).expanduser() if len(places) == 1 and not places[0].startswith("-") else None
+    run_dir = Path(from_home(places[0], key="run.dir")) if len(places) == 1 and not places[0].startswith("-") else None
     if run_dir is None or not any((run_dir / name).exists() for name in (CONFIG_FILE, DUMPS)):
         rule, value = ("must be the directory of one run", " ".join(places)) if places else ("is missing", NOT_SET)
         remedy = f"{NAME} <run.dir> step=N. {runs_inside(run_dir) if run_dir is not None else ''}".strip()
@@ -109,10 +111,10 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
     problems += name_problems(names)
     if problems or run_dir is None or step is None:
         return None, problems
-    out = Path(given["out"]).expanduser() if given.get("out") else run_dir / OUTPUT / f"step_{int(step):06d}"
+    out = Path(given["out"]) if given.get("out") else run_dir / OUTPUT / f"step_{int(step):06d}"
     if (unusable := unusable_problem("out", out)) is not None:
         return None, [unusable]
-    bundle = Path(given["bundle"]).expanduser() if given.get("bundle") else None
+    bundle = Path(given["bundle"]) if given.get("bundle") else None
     if bundle is not None and (unusable := unusable_problem("bundle", bundle.parent)) is not None:
         return None, [unusable]
     modes = tuple(names or all_names())
@@ -124,15 +126,15 @@ def parse_bundle(file: Path, words: Sequence[str]) -> tuple[BundleArguments | No
     given, names = _given(words)
     known = (*OF_FILE, "step") if file.is_dir() else OF_FILE
     problems = [unknown_word(key, value, known=known, command=NAME) for key, value in given.items() if key not in known]
-    others = [word for word in words if "=" not in word and Path(word).expanduser() != file]
+    others = [word for word in words if "=" not in word and Path(from_home(word, key="bundle")) != file]
     if others:
         problems.append(Problem(key="bundle", rule="must be one file", value=" ".join([str(file), *others])))
     problems += name_problems(names, known=of_bundle())
     step = given.get("step") if "step" in known else None
     if step is not None and not step.isdecimal():
         problems.append(Problem(key="step", rule="must be a whole number >= 0", value=step))
-    out = Path(given["out"]).expanduser() if given.get("out") else file.with_name(f"{file.stem}_{OUTPUT}")
-    bundle = Path(given["bundle"]).expanduser() if given.get("bundle") else None
+    out = Path(given["out"]) if given.get("out") else file.with_name(f"{file.stem}_{OUTPUT}")
+    bundle = Path(given["bundle"]) if given.get("bundle") else None
     for key, directory in (("out", out), ("bundle", None if bundle is None else bundle.parent)):
         if directory is not None and (unusable := unusable_problem(key, directory)) is not None:
             problems.append(unusable)
@@ -147,7 +149,7 @@ def replay_completions(typed: Sequence[str]) -> list[str]:
     """Possible completions of the last word of `parity replay <run.dir> ...`; `typed` holds all words after parity."""
     last = typed[-1]
     if last.startswith("step="):
-        return [f"step={step}" for step in dumped_steps(Path(typed[1]).expanduser())]
+        return [f"step={step}" for step in dumped_steps(Path(os.path.expanduser(typed[1])))]
     if last.startswith("modes="):
         before, comma, _ = last.rpartition(",")
         return [f"{before}{comma}{name}" if comma else f"modes={name}" for name in all_names()]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from algorithms.config import NOT_SET, Problem
+from algorithms.config.home import from_home
 from trainer.compose.outcome import DONE, FAILED, report
 from trainer.rundir.run_dir import REPORT_FILE, runs_inside, unusable_problem
 from trainer.rundir.text import to_stderr, to_stdout
@@ -72,8 +73,8 @@ def _report_bundle(file: Path, out: Path) -> int:
 def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]]:
     """Parse the words -> (run directories without repeats, file of --out, problems of the words)."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("runs", nargs="*", type=Path)
-    parser.add_argument("-o", "--out", type=Path)
+    parser.add_argument("runs", nargs="*")
+    parser.add_argument("-o", "--out")
     try:
         parsed, unknown = parser.parse_known_intermixed_args(words)
     except argparse.ArgumentError:
@@ -81,12 +82,14 @@ def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]
     remedy = f"See {COMMAND} --help."
     problems = [Problem(key="flag", rule="is not known", value=word, remedy=remedy) for word in unknown]
     # A file in the run directory, for example metrics.jsonl or report.html, names the run as well.
-    places = (path.parent if path.is_file() and not _is_bundle(path) else path for path in parsed.runs)
+    given = (Path(from_home(run, key="run")) for run in parsed.runs)
+    places = (path.parent if path.is_file() and not _is_bundle(path) else path for path in given)
     run_dirs = {path.resolve(): path for path in places}
     if not run_dirs and not problems:
         remedy = "A run directory is what parity train printed, outputs/<recipe>/<time>."
         problems.append(Problem(key="run", rule="is missing", value=NOT_SET, remedy=remedy))
-    return list(run_dirs.values()), parsed.out, problems
+    out = None if parsed.out is None else Path(from_home(parsed.out, key="--out"))
+    return list(run_dirs.values()), out, problems
 
 
 def _out_problems(out: Path) -> list[Problem]:

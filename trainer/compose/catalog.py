@@ -13,7 +13,8 @@ from pathlib import Path
 
 from yaml import YAMLError
 
-from algorithms.config import Problem
+from algorithms.config import ConfigError, Problem
+from algorithms.config.home import from_home
 from trainer.compose.keys import nearest
 from trainer.config.paths import MAIN_CONFIG, recipe_dir
 from trainer.rundir.run_dir import CONFIG_FILE
@@ -72,7 +73,10 @@ def find_recipe(given: str, *, own_dir: Path | None) -> Path | Problem:
     Returns a Problem with the nearest name if no file has the name.
     """
     if given.endswith((SUFFIX, ".yml")) or "/" in given:
-        path = Path(given)
+        try:
+            path = Path(from_home(given, key="recipe"))
+        except ConfigError as error:
+            return error.problems[0]
         if path.suffix != SUFFIX:
             remedy = f"Rename the file to {path.with_suffix(SUFFIX)}." if path.is_file() else ""
             if (path / CONFIG_FILE).is_file():

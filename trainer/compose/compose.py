@@ -6,6 +6,7 @@ reported together. Callers receive dataclasses, not the DictConfig. This module 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from yaml import YAMLError
 
 from algorithms.config import NOT_SET, Problem
 from trainer.compose.catalog import recipe_files, recipe_name
+from trainer.compose.home import expand_homes
 from trainer.compose.keys import field_names, nearest
 from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_override
 from trainer.compose.read import HYDRA_KEY, build_config
@@ -47,6 +49,8 @@ class ComposedRun:
 
     overrides: tuple[str, ...]
     """Overrides of the run, without the override of the recipe's name."""
+    from_home: Mapping[str, object]
+    """Key -> value of each key in which a home directory has replaced a ~."""
     config: TrainConfig | None
     """Checked config of the run; None if the run has problems."""
     problems: tuple[Problem, ...]
@@ -102,11 +106,15 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
     except Exception as error:  # Invalid YAML, a cycle: Hydra lets errors of other packages through.
         problems.append(_not_composed(error, recipe))
     config, model, output_dir, has_default_dir, chosen = None, None, None, False, _chosen(defaults)
+    from_home: dict[str, object] = {}
     if root is not None:
         _drop_replaced(root, chosen, overrides, files)
+        from_home, without_home = expand_homes(root, get_type_hints(TrainConfig) | chosen)
         config, unreadable, broken = build_config(root, chosen)
+        unreadable += without_home
         named = {problem.key for problem in problems}
         problems += _located([found for found in unreadable if found.key not in named], overrides, files)
+        named |= {problem.key for problem in without_home}
         problems += [found for found in broken if found.key not in named]
         keys = [problem.key for problem in (*problems, *unreadable)]
         if "model" in chosen and not any(key.startswith("model") for key in keys):
@@ -121,6 +129,7 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
             problems.append(Problem(key="run.dir", rule=rule, value=root.run.dir, remedy=remedy))
     return ComposedRun(
         overrides=tuple(word for word in words if not word.startswith(SWEEP_DIR)),
+        from_home=from_home,
         config=None if problems else config,
         problems=tuple(problems),
         model=model,
@@ -235,7 +244,7 @@ def _misspelt(group: str, value: object, options: Sequence[str], where: str, fou
     known = CHOICES.get(f"{group}={value}".lower(), "")
     close = None if known else nearest(str(value), options)
     hint = known or (f"Did you mean {group}={close}?" if close else "")
-    if group == "model" and Path(str(value)).is_dir():
+    if group == "model" and Path(os.path.expanduser(str(value))).is_dir():
         hint = f"Write model=hf model.path={value} for the model in that directory."
     rule = f"must be one of {', '.join(options)}"
     found.append(Problem(key=f"{where}{group}", rule=rule, value=value, remedy=hint))

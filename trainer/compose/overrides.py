@@ -6,7 +6,6 @@ Each word is parsed by itself, so that an unreadable word does not hide the othe
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -24,6 +23,11 @@ SWEEP_DIR = "hydra.sweep.dir"
 """Key of the directory of a sweep, the only key of Hydra's own config that has an effect."""
 _APART = re.compile(r"(?:^|\0)([^\0= ]+)(?: +=|\0=|=\0)[ \0]*([^\0=]*)(?=\0|$)")
 """In words joined by NUL: a key, and its value, that are apart as in `optim.lr = 1e-3`."""
+_FROM_HOME = re.compile(
+    r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\$\{[^}]*\}"""  # what Hydra reads as it is
+    r"""|(?:^|(?<=[,\[{:]))\s*(?P<path>[^,:~'"()\[\]{}]*~[^,\]}]*)"""
+)
+"""In the value of an override: a quoted text, an interpolation, or a text with a ~."""
 _SHORT, _LONG = "resume=", "run.resume="
 
 
@@ -56,6 +60,7 @@ def lenient(override: Override) -> str:
 
 def as_hydra_reads(word: str) -> str:
     """The same word for Hydra's own composition, which accepts a key of an open mapping only with a plus sign."""
+    word = quoted_home(word)
     key = word.lstrip("+").partition("=")[0]
     is_open = not word.startswith(("~", "hydra.")) and (word.startswith("+") or key.count(".") > 1)
     return f"++{word.lstrip('+')}" if is_open else word
@@ -66,7 +71,7 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
     parser = OverridesParser.create(config_loader=loader)
     parsed: list[Override] = []
     words, problems = _spaced(words)
-    for word in map(_from_home, words):
+    for word in (quoted_home(word, sweeps=multirun) for word in words):
         try:
             override = parser.parse_overrides([word])[0]
         except HydraException as error:
@@ -80,10 +85,16 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
     return parsed, problems
 
 
-def _from_home(word: str) -> str:
-    """The same word, with the home directory for the ~ of `key=~/path`, which no shell replaces and Hydra refuses."""
-    key, _, value = word.partition("=")
-    return f"{key}={_quoted(os.path.expanduser(value))}" if value.startswith("~/") else word
+def quoted_home(word: str, *, sweeps: bool = False) -> str:
+    """The same word, with quotes around each path that holds a ~, which Hydra's grammar refuses without them.
+
+    A path that begins with ~ may hold commas, unless the word `sweeps`.
+    """
+    key, is_set, value = word.partition("=")
+    if value.startswith("~") and not sweeps:
+        return f"{key}={_quoted(value)}"
+    shown = _FROM_HOME.sub(lambda found: _quoted(found["path"].rstrip()) if found["path"] else found[0], value)
+    return f"{key}{is_set}{shown}"
 
 
 def _spaced(words: Sequence[str]) -> tuple[list[str], list[Problem]]:

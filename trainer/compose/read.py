@@ -22,6 +22,7 @@ from algorithms.config.rules import default_text
 from rollout.processes.custom_code import function_problem, similar_custom
 from rollout.rewards import RULES
 from trainer.compose import keys
+from trainer.compose.home import expand_homes
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.rundir.provenance import escaped
 
@@ -96,10 +97,12 @@ def read_own_keys(kind: type[Config], words: Sequence[str], *, section: str) -> 
 
     If a problem exists, the config has its defaults.
     """
-    found: list[Problem] = []
-    given = OmegaConf.from_dotlist(list(words)).get(section, {})
+    # YAML reads a bare ~ as null.
+    given = OmegaConf.from_dotlist([f"{word[:-1]}'~'" if word.endswith("=~") else word for word in words])
     defaults = OmegaConf.to_container(OmegaConf.structured(kind), enum_to_str=True)
-    made = read_section(kind, OmegaConf.merge(defaults, given), [section], {section: kind}, found)
+    root = OmegaConf.create({section: OmegaConf.merge(defaults, given.get(section, {}))})
+    _, found = expand_homes(root, {section: kind})
+    made = read_section(kind, root._get_node(section), [section], {section: kind}, found)
     named = {problem.key for problem in found}
     found += [broken for rule in made.problems() if (broken := rule.under(section)).key not in named]
     return (kind() if found else made), found

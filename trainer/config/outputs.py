@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from algorithms.config import Checked, Problem
+from algorithms.config.home import PathText
 from algorithms.config.rules import above, at_least, one_of, ruled
 from rollout.config import MIN_P, TOP_K, TOP_P
 from rollout.task_config import source_problem
@@ -51,7 +52,7 @@ class EvalConfig(Checked):
     """Tokens are drawn from so many of the most probable ones, -1 for all; null means sampling.top_k."""
     min_p: float | None = ruled(None, MIN_P)
     """Smallest probability of a token that is drawn, as a share of the largest one; null means sampling.min_p."""
-    sets: dict[str, str] = field(default_factory=dict)
+    sets: dict[str, PathText] = field(default_factory=dict)
     """Further evaluation sets besides the held-out set: name -> file or repo[:config]@split, read as data.eval_path
     is."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from algorithms.config import Checked, Problem
+from algorithms.config.home import PathText
 from algorithms.config.rules import Rule, above, at_least, given, ruled, within
 from rollout.config import DType
 
@@ -35,7 +36,7 @@ class RunConfig(Checked):
 
     recipe: str = "custom"
     """Name of the recipe; the command line sets this key."""
-    dir: str = "outputs/${run.recipe}/${now:%Y-%m-%d_%H-%M-%S}"
+    dir: PathText = "outputs/${run.recipe}/${now:%Y-%m-%d_%H-%M-%S}"
     """Directory of all files that the run writes; must be absent or empty."""
     seed: int = ruled(0, Rule("must lie in [0, 2**31)", lambda seed: 0 <= seed < 2**31))
     """Seed of prompt order, sampling and initialisation."""
@@ -46,7 +47,7 @@ class RunConfig(Checked):
     not fit; null means no limit. The job's own deadline, SLURM_JOB_END_TIME or PARITY_DEADLINE, counts too."""
     resume: Resume = Resume.never
     """Treatment of an earlier run in run.dir: refuse it (never), continue it (auto) or move it aside (clean)."""
-    resume_from: str | None = None
+    resume_from: PathText | None = None
     """Checkpoint of another run from which this run goes on, <run.dir>/checkpoints/step_<N>: weights, optimizer, place
     in the data and number of steps; null begins with the model. The other run is not changed."""
 
@@ -68,7 +69,7 @@ class HFModelConfig(ModelConfig):
     """A Hugging Face causal language model; safetensors only, no remote code."""
 
     kind: ClassVar[str] = "hf"
-    path: str = ruled("", given(), remedy="A local directory or a hub name.")
+    path: PathText = ruled("", given(), remedy="A local directory or a hub name.")
     """Local directory or hub name of the model."""
     revision: str | None = None
     """Git revision of a hub model; set a revision to pin the weights."""
@@ -191,7 +192,7 @@ class Offload(Enum):
 class CriticConfig(Checked):
     """The critic: a decoder with one output, the value. A run has a critic only with advantage.estimator=gae."""
 
-    path: str | None = None
+    path: PathText | None = None
     """Local directory or hub name of the critic's initial model; null means the model of the policy. The model must
     have the policy's vocabulary; its output head is not used. Only a local directory pins the weights. Vetted: null
     (verl), a reward model (OpenRLHF)."""
@@ -292,9 +293,10 @@ class ClusterConfig(Checked):
     residency: Residency = Residency.auto
     """Let policy and engines take turns on GPUs that they share: auto, always or never. Sleep and wake take time in
     every step."""
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, PathText] = field(default_factory=dict)
     """Environment variables of ranks and engines on every machine, for example NCCL_IB_HCA; add one with
-    +cluster.env.NAME=value. A secret is better set where Ray is started."""
+    +cluster.env.NAME=value. A ~ at the start of a value is the home directory on this machine. A secret is better set
+    where Ray is started."""
 
     def conflicts(self) -> Iterator[Problem]:
         for name, value in self.env.items():

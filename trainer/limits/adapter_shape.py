@@ -50,7 +50,7 @@ def linear_shapes(config: TrainConfig) -> dict[str, tuple[int, ...]]:
         return _block_shapes(arithmetic_shape(model), mlp_size=ARITHMETIC_MLP_FACTOR * model.hidden_size)
     if isinstance(model, SmolLM2ModelConfig):
         return _block_shapes(SMOLLM2_SHAPE, mlp_size=SMOLLM2_MLP_SIZE)
-    if not isinstance(model, HFModelConfig) or not (directory := Path(model.path).expanduser()).is_dir():
+    if not isinstance(model, HFModelConfig) or not (directory := Path(model.path)).is_dir():
         raise UnknownShapeError(f"{model.description} is not a local directory, so its layers are not known here")
     return stored_linear_shapes(directory)
 

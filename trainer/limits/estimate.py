@@ -290,7 +290,7 @@ def critic_shape(config: TrainConfig) -> ModelShape | None:
 
 
 def _local_shape(path: str) -> ModelShape:
-    directory = Path(path).expanduser()
+    directory = Path(path)
     if not directory.is_dir():
         raise UnknownShapeError(f"{path} is not a local directory, so its size is not known here")
     return directory_shape(directory)

@@ -25,7 +25,7 @@ EMBEDDING_NAMES = ("model.embed_tokens.weight", "transformer.wte.weight")
 
 def find_model(key: str, path: str, revision: str | None) -> Path | Problem | None:
     """The directory of a model, also in the hub's cache; None if the hub has it; or the Problem with `path`."""
-    directory = Path(path).expanduser()
+    directory = Path(path)
     if directory.is_dir():
         return _incomplete(key, directory) or _unsupported(key, directory) or directory
     rule = "must be a directory or a repository of the hub that can be read"

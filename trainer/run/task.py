@@ -92,7 +92,7 @@ def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedT
 
 def _directory(key: str, path: str, revision: str | None) -> Path:
     """A local directory as it is, anything else fetched from the hub. Raises StartError that names the `key`."""
-    directory = Path(path).expanduser()
+    directory = Path(path)
     if directory.is_dir():
         return directory
     limit_silence()

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from algorithms.config import Problem
+from algorithms.config import ConfigError, Problem
 from rollout.config import SGLangConfig
 from rollout.data.data_files import DataError, is_local
 from rollout.data.dataset import first_row, load_dataset
@@ -69,7 +69,7 @@ def is_on_disk(config: TrainConfig) -> bool:
         return False
     models = [config.model.path, *([config.critic.path] if config.has_critic and config.critic.path else [])]
     sources = (config.data.train_path, config.data.eval_path, *config.eval.sets.values())
-    return all(Path(path).expanduser().is_dir() for path in models) and all(map(is_local, sources))
+    return all(Path(path).is_dir() for path in models) and all(map(is_local, sources))
 
 
 def _machine_problems(config: TrainConfig, machine: Machine, *, trains: bool) -> Iterator[Problem]:
@@ -132,7 +132,11 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
             yield from _context_problems(config, found)
             yield from _exact_problems(config, found)
         return
-    cache = default_cache_dir()
+    try:
+        cache = default_cache_dir()
+    except ConfigError as error:
+        yield from error.problems
+        return
     # A cache that cannot be written to may hold the model already.
     if not any(cache.glob(f"{config.model.kind}-*")) and (unusable := unusable_problem("$PARITY_CACHE", cache)):
         yield unusable

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from algorithms.config.home import from_home
 from trainer.rundir.sealed import SealError, verify, write_manifest
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,9 @@ ABANDONED_AFTER_S = 3600.0
 
 
 def default_cache_dir() -> Path:
-    """Return $PARITY_CACHE, or ~/.cache/parity where it is not set."""
+    """Return $PARITY_CACHE, or ~/.cache/parity where it is not set. Raises ConfigError for a ~ of an unknown user."""
     configured = os.environ.get("PARITY_CACHE")
-    return Path(configured) if configured else Path.home() / ".cache" / "parity"
+    return Path(from_home(configured, key="$PARITY_CACHE")) if configured else Path.home() / ".cache" / "parity"
 
 
 def cached_directory(entry: Path, files: Sequence[str], make: Callable[[Path], None]) -> Path:

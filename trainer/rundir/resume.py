@@ -158,7 +158,7 @@ def other_run(path: Path, state: RunState, config: TrainConfig) -> Iterator[Prob
     saved = state.config
     changed, now = changed_keys(saved, config), flat_config(config)
     if isinstance(config.model, HFModelConfig):
-        yield from other_model(state, config, Path(config.model.path).expanduser())
+        yield from other_model(state, config, Path(config.model.path))
     # A key that this version of Parity no longer has cannot be set as it was; the user is told of the change only.
     for key in [key for key in changed if _is_fixed(key) and key in now]:
         rule = f"must be {saved.get(key, _ABSENT)!r}, as in {path}: with another value it is another run"

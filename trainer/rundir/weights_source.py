@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from algorithms.config import Problem
+from algorithms.config.home import from_home
 from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError, checkpoint_at, chosen_checkpoint
@@ -55,10 +56,13 @@ class WeightsSource:
 
 
 def find_source(given: str, *, best: bool) -> WeightsSource | Problem:
-    """The source that the value of `checkpoint=` names, recognised by the files in the directory."""
+    """The source that the value of `checkpoint=` names, recognised by the files in the directory.
+
+    Raises ConfigError for a ~ of an unknown user.
+    """
     if given == BASE:
         return WeightsSource(kind=SourceKind.base, path=Path())
-    path = Path(given).expanduser()
+    path = Path(from_home(given, key=KEY))
     marks = {
         SourceKind.checkpoint: (path / MANIFEST).is_file(),
         SourceKind.model: (path / MODEL_FILE).is_file(),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from algorithms.config import Checked, Problem
+from algorithms.config.home import PathText
 from algorithms.config.rules import above, at_least, ruled, within
 from rollout.config import DType, Quantization
 
@@ -34,7 +35,7 @@ class StudyConfig(Checked):
     """Values of run.seed."""
     parallel: int = ruled(1, at_least(1))
     """Number of runs at a time, each in a process with its own Ray."""
-    dir: str | None = None
+    dir: PathText | None = None
     """Directory of the study; an earlier study in it is continued. null: outputs/studies/<recipe>/<time>."""
     collapse_drop: float = ruled(0.1, within(0, 1, "()"))
     """Drop of the last held-out accuracy below the best from which a run counts as collapsed."""

@@ -20,7 +20,7 @@ def wandb_key_source() -> str | None:
             return f"${name}"
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     named = os.environ.get("NETRC")
-    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+    for path in [Path(os.path.expanduser(named))] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         try:
             login = netrc.netrc(str(path)).authenticators(host) if path.is_file() else None
         except (OSError, netrc.NetrcParseError) as error:

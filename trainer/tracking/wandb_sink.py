@@ -68,7 +68,7 @@ class WandbSink:
     ) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._root = Path(os.environ.get("WANDB_DIR") or run_dir)
+        self._root = Path(os.path.expanduser(os.environ.get("WANDB_DIR") or run_dir))
         self._run = wandb_run(config, run_dir, name=name)
         self._record = record
         self._report = report
