@@ -124,7 +124,7 @@ def is_local(source: str) -> bool:
     hub = HUB_SOURCE.fullmatch(source)
     if Path(source).is_file() or hub is None:
         return True
-    return hub["repo"] == WORD_PROBLEMS or Path(hub["repo"]).expanduser().is_dir()
+    return hub["repo"] == WORD_PROBLEMS or Path(hub["repo"]).is_dir()
 
 
 def _shallow(rows: Iterator[RawRow]) -> Iterator[RawRow]:
@@ -323,7 +323,7 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
 
     limit_silence()  # the `datasets` library gives up after seven minutes without an answer
     hub_logging.set_verbosity_error()  # a hub out of reach is one error below, not a warning per try
-    directory = Path(repo).expanduser()
+    directory = Path(repo)
     is_local = directory.is_dir()
     # A downloaded data set is cached; a local directory is read anew, because it may have changed.
     # A download keeps its bars.
