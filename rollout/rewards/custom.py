@@ -134,13 +134,12 @@ def raised(error: BaseException) -> Reply:
 def reply_of(result: object) -> Reply:
     """The reply for a returned value, which may be an error that describes the problem with the value."""
     try:
-        if isinstance(result, bool):
-            return {"correct": result}
         if not isinstance(result, Mapping):
-            return {"score": _number(result, "the result")}
+            value = _python_value(result)
+            return {"correct": value} if isinstance(value, bool) else {"score": _number(value, "the result")}
         if "score" not in result:
             raise ValueError(f"a dict needs the key 'score', got {sorted(map(str, result))}")
-        correct = result.get("correct")
+        correct = _python_value(result.get("correct"))
         if correct is not None and not isinstance(correct, bool):
             raise TypeError(f"'correct' must be a bool, got {type(correct).__name__}")
         metrics = {plain_text(str(key)): _number(value, key) for key, value in result.items() if key not in VERDICT}
@@ -152,8 +151,22 @@ def reply_of(result: object) -> Reply:
         return {"error": described(error)}
 
 
+def _python_value(value: object) -> object:
+    """The Python value of an array or tensor with one element (numpy, torch, jax); another value as it is.
+
+    Raises ValueError for an element that is masked, and the library's own error for more elements or none.
+    """
+    if not (hasattr(value, "dtype") and callable(item := getattr(value, "item", None))):
+        return value
+    mask: Any = getattr(value, "mask", None)
+    if hasattr(mask, "dtype") and mask.any():
+        raise ValueError("a masked value is no value")
+    return item()
+
+
 def _number(value: object, name: object) -> float:
-    # numpy and torch scalars know __float__; text does not.
+    value = _python_value(value)
+    # Decimal and Fraction know __float__; text does not.
     if not isinstance(value, bool | int | float) and not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     number = float(value)  # type: ignore[arg-type]

@@ -5,13 +5,18 @@ import os
 import subprocess
 import sys
 from contextlib import closing
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.rewards import RULES, RewardError, Scorer, try_reward
+from rollout.rewards.custom import reply_of
 from rollout.rewards.scorer import overlong_penalty
 from rollout.task_config import RewardConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
@@ -204,6 +209,71 @@ def test_a_function_may_take_longer_to_import_than_a_call(tmp_path, monkeypatch)
     finally:
         scorer.close()
     assert [sample.reward for sample in found] == [0.25]
+
+
+@pytest.mark.parametrize("wrap", ["np.bool_", "lambda x: torch.tensor([x])"])
+@pytest.mark.parametrize("form", ["{}", "{{'score': 2 if {} else -1, 'correct': {}, 'right': {}}}"])
+def test_a_bool_of_numpy_or_torch_is_a_bool(tmp_path, wrap, form):
+    value = "wrap(response == answer)"
+    (tmp_path / "own.py").write_text(
+        f"import numpy as np, torch\nwrap = {wrap}\ndef reward(response, answer): return {form.format(*[value] * 3)}\n"
+    )
+    config = RewardConfig(function=f"{tmp_path}/own.py:reward", correct=2.0, incorrect=-1.0, num_workers=1)
+    group = make_group([[4, 2], [7]], answer="42")
+    with closing(Scorer(config, max_new_tokens=5, decode=as_digits)) as scorer:
+        scorer.score([group])
+    assert [sample.correct for sample in group.samples] == [True, False]
+    assert group.rewards == [2.0, -1.0]
+    assert [sample.reward_parts for sample in group.samples] == (
+        [{}, {}] if form == "{}" else [{"right": 1.0}, {"right": 0.0}]
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "reply"),
+    [
+        (np.True_, {"correct": True}),
+        (np.array(False), {"correct": False}),
+        (np.array([[True]]), {"correct": True}),
+        (np.array([True], dtype=object), {"correct": True}),
+        (torch.tensor(False), {"correct": False}),
+        (np.float32(0.5), {"score": 0.5}),
+        (np.int8(-3), {"score": -3.0}),
+        (np.longdouble(0.25), {"score": 0.25}),
+        (torch.tensor([[0.5]], requires_grad=True), {"score": 0.5}),
+        (torch.tensor(0.5, dtype=torch.bfloat16), {"score": 0.5}),
+        (Decimal("0.5"), {"score": 0.5}),
+        (Fraction(1, 2), {"score": 0.5}),
+        ({"score": np.True_}, {"score": 1.0, "correct": None, "metrics": {}}),
+        ({"score": 1, "correct": None, "n": np.int32(4)}, {"score": 1.0, "correct": None, "metrics": {"n": 4.0}}),
+        ([True, np.False_], None),
+        (np.array([True, False]), None),
+        (np.array([]), None),
+        (torch.tensor([1.0, 2.0]), None),
+        (np.str_("1.0"), None),
+        (np.array("yes"), None),
+        (np.complex64(1), None),
+        (np.float64("nan"), None),
+        (np.ma.masked, None),
+        (np.ma.array([5], mask=[True]), None),
+        ({"score": 1, "correct": np.int64(1)}, None),
+        ({"score": 1, "correct": np.str_("yes")}, None),
+    ],
+)  # fmt: skip
+def test_values_of_numpy_and_torch_are_what_they_stand_for(result, reply):
+    found = reply_of(result)
+    assert list(found) == ["error"] if reply is None else found == reply
+
+
+def test_many_results_may_be_one_array(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import numpy as np\ndef reward(responses, answers): return np.array(responses) == np.array(answers)\n"
+    )
+    config = RewardConfig(function=f"{tmp_path}/own.py:reward", correct=2.0, incorrect=-1.0, num_workers=1)
+    group = make_group([[4, 2], [7]], answer="42")
+    with closing(Scorer(config, max_new_tokens=5, decode=as_digits)) as scorer:
+        scorer.score([group])
+    assert group.rewards == [2.0, -1.0]
 
 
 @pytest.mark.parametrize(
