@@ -13,6 +13,14 @@ BOXED_TAIL_CHARS = 2000
 MAX_EXPRESSION_CHARS = 400
 """Longest possible answer, characters; a longer expression could only keep a parser busy."""
 
+THOUGHT_MARKS = (
+    "<think>", "<thinking>", "<thought>", "<reasoning>", "<seed:think>", "[think]", "◁think▷", "<|begin_of_thought|>",
+)  # fmt: skip
+"""Marks of several model families, in lower case, that open a thought; </think> and its like close one."""
+_OPENS = "|".join(map(re.escape, THOUGHT_MARKS))
+_CLOSES = r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/think\]|◁/think▷|<\|end_of_thought\|>"
+_THOUGHT = re.compile(f"(?P<opens>{_OPENS})|{_CLOSES}", re.IGNORECASE)
+
 _NUMBER = re.compile(
     r"-?\$?-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
     # The number must end here: "3/4" is not 3, "1.2.3" is not 1.2, "1,23" is not 1.
@@ -22,6 +30,16 @@ _NUMBER = re.compile(
 _ANY_NUMBER = re.compile(r"-?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 _DAPO_ANSWER = re.compile(r"answer\s*:[ \t*]*([^\n]+)", re.IGNORECASE)
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+def stated(response: str, prompt: str = "") -> str | None:
+    """What the response says after its thoughts; None if it ends inside of a thought, which states no answer.
+
+    A thought is opened by the response, or by a prompt that ends with one of THOUGHT_MARKS, as chat templates do.
+    """
+    if marks := list(_THOUGHT.finditer(response)):
+        return None if marks[-1]["opens"] else response[marks[-1].end() :]
+    return None if prompt.rstrip()[-TAIL_CHARS:].lower().endswith(THOUGHT_MARKS) else response
 
 
 def to_number(text: str, *, whole: bool) -> Decimal | None:

@@ -28,7 +28,9 @@ def load(function: str) -> tuple[Judge, int]:
         return custom.score, custom.at_once
     rule = RULES[function]
     rule.judge("1", "1")  # imports what the rule needs, before a deadline runs
-    return lambda items: [{"correct": rule.judge(item["response"], item["answer"])} for item in items], rule.at_once
+    return lambda items: [
+        rule.verdict(item["response"], item["answer"], item["prompt"])._asdict() for item in items
+    ], rule.at_once
 
 
 def answer(judge: Judge, items: Sequence[Mapping[str, Any]]) -> list[Reply]:

@@ -57,7 +57,7 @@ def unusable_references(config: RewardConfig, answers: Sequence[str]) -> dict[in
     if rule is None:
         return {}
     distinct = dict.fromkeys(answers)
-    if rule.at_once > 1:
+    if not rule.parses:
         problems = {answer: rule.reference_problem(answer) for answer in distinct}
     else:
         problems = _tried_in_workers(config, rule, [each for each in distinct if not _READABLE.fullmatch(each)])

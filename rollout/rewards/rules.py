@@ -10,17 +10,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from rollout.data.answers import (
     ANSWER_MARK,
     MAX_EXPRESSION_CHARS,
+    boxed,
     boxed_or_tail,
     dapo_answer,
     last_number,
     marked_number,
     normalise,
+    stated,
     to_number,
 )
+
+
+class Verdict(NamedTuple):
+    """What a rule finds in one response."""
+
+    correct: bool
+    extracted: str | None
+    """The answer that the response states, as text; None if it states none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,23 +40,43 @@ class RewardRule:
 
     name: str
     """The choice of `reward.function`."""
-    extract: Callable[[str], str | None]
-    """Response -> the answer stated in the required form; None if the response has no such answer."""
+    read: Callable[[str], str | None]
+    """Text after the thoughts -> the answer stated in the required form; None if the text has no such answer."""
     equal: Callable[[str, str], bool]
     """(extracted, reference) -> True if both are the same answer. Raises ValueError for an unusable reference."""
     state: Callable[[str], str]
     """Reference -> a response that states the reference in the required form."""
     needs: str
     """Form of the references that the rule can use, for messages: a noun with its article."""
+    as_text: Callable[[str], str | None] = str
+    """What `extract` returned -> the answer alone, for a vote; None if it holds no answer after all. May parse."""
     at_once: int = 64
-    """Responses per call of a worker: 1 for a rule that may spend the whole deadline on one response."""
+    """Responses per call of a worker: 1 for a rule that parses, and may spend the whole deadline on one response."""
+    with_thoughts: bool = False
+    """True if the answer is the whole response, thoughts included."""
 
-    def judge(self, response: str, answer: str) -> bool:
-        """True if the answer of one response is correct. Raises ValueError for a reference that the rule cannot use."""
-        extracted = self.extract(response)
+    @property
+    def parses(self) -> bool:
+        """True if answers are equal by more than their text."""
+        return self.at_once == 1
+
+    def extract(self, response: str, prompt: str = "") -> str | None:
+        """The answer that a response to `prompt` states; None if it states none. Bounded string work."""
+        text = response if self.with_thoughts else stated(response, prompt)
+        return None if text is None else self.read(text)
+
+    def verdict(self, response: str, answer: str, prompt: str = "") -> Verdict:
+        """The verdict on a response to `prompt`. Raises ValueError for a reference that the rule cannot use."""
+        extracted = self.extract(response, prompt)
         # The reference is parsed in any case: responses without an answer must not hide an unusable reference.
         correct = self.equal("" if extracted is None else extracted, answer)
-        return correct and extracted is not None
+        if extracted is None:
+            return Verdict(correct=False, extracted=None)
+        return Verdict(correct=correct, extracted=self.as_text(extracted))
+
+    def judge(self, response: str, answer: str, prompt: str = "") -> bool:
+        """True if the answer of one response is correct. Raises ValueError for a reference that the rule cannot use."""
+        return self.verdict(response, answer, prompt).correct
 
     def reference_problem(self, answer: str) -> str:
         """Why no response can be correct with the reference `answer`, for a sentence about it; "" if one can."""
@@ -86,16 +117,33 @@ def same_mathematics(extracted: str, answer: str) -> bool:
     math-verify bounds its own work with SIGALRM, which a computation in C ignores. So its timeouts are off, and
     `rollout/rewards/pool.py` kills the process at the deadline. Raises ValueError for a reference that it cannot read.
     """
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify import verify
+
+    reference = _expressions(as_boxed(answer))
+    if not reference:
+        raise ValueError(f"reward.function=math cannot read the reference answer {answer[-80:]!r}")
+    found = _expressions(extracted)
+    return bool(found) and bool(verify(reference, found, timeout_seconds=None))
+
+
+def _expressions(text: str) -> list[Any]:
+    """What math-verify finds in `text`: an expression of sympy, then its text; empty if it finds none."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     # math-verify logs with every call that its timeouts are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     config = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    reference = parse(as_boxed(answer), extraction_config=config, parsing_timeout=None)
-    if not reference:
-        raise ValueError(f"reward.function=math cannot read the reference answer {answer[-80:]!r}")
-    found = parse(extracted, extraction_config=config, parsing_timeout=None)
-    return bool(found) and bool(verify(reference, found, timeout_seconds=None))
+    found: list[Any] = parse(text, extraction_config=config, parsing_timeout=None)
+    return found
+
+
+def expression_text(extracted: str) -> str | None:
+    """The expression in the box, or else the one that math-verify finds; None if it finds none."""
+    found = boxed(extracted)
+    if found is None:
+        expressions = _expressions(extracted)
+        return str(expressions[-1]) if expressions else None
+    return found
 
 
 def as_boxed(answer: str) -> str:
@@ -112,20 +160,21 @@ _NUMBER = "a number, or text that ends with '#### number'"
 RULES: dict[str, RewardRule] = {
     rule.name: rule
     for rule in (
-        RewardRule(name="exact_match", extract=str.strip, equal=same_text, state=str, needs="text"),
-        RewardRule(name="gsm8k", extract=marked_number, equal=same_number, state=as_marked, needs=_NUMBER),
-        RewardRule(name="gsm8k_flexible", extract=last_number, equal=same_number, state=as_marked, needs=_NUMBER),
+        RewardRule(name="exact_match", read=str.strip, equal=same_text, state=str, needs="text", with_thoughts=True),
+        RewardRule(name="gsm8k", read=marked_number, equal=same_number, state=as_marked, needs=_NUMBER),
+        RewardRule(name="gsm8k_flexible", read=last_number, equal=same_number, state=as_marked, needs=_NUMBER),
         RewardRule(
             name="math",
-            extract=boxed_or_tail,
+            read=boxed_or_tail,
             equal=same_mathematics,
             state=as_boxed,
             needs=f"an expression that math-verify can read, of at most {MAX_EXPRESSION_CHARS} characters",
+            as_text=expression_text,
             at_once=1,
         ),
         RewardRule(
             name="math_dapo",
-            extract=dapo_answer,
+            read=dapo_answer,
             equal=same_normalised,
             state="Answer: {}".format,
             needs="one line with the answer alone, without its derivation",

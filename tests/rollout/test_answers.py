@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.data.answers import MAX_EXPRESSION_CHARS, boxed, dapo_answer, last_number, marked_number, normalise
+from rollout.data.answers import MAX_EXPRESSION_CHARS, boxed, dapo_answer, last_number, marked_number, normalise, stated
 from rollout.rewards.rules import RULES
 
 
@@ -26,6 +26,53 @@ from rollout.rewards.rules import RULES
 )
 def test_the_last_number_counts(response, extracted):
     assert last_number(response) == extracted
+
+
+@pytest.mark.parametrize(
+    ("response", "prompt", "text"),
+    [
+        ("5", "", "5"),
+        ("<think>5</think>6", "", "6"),
+        ("<think>5</think>6<think>7</think>8", "", "8"),
+        ("<think>5", "", None),
+        ("<think>5</think>6 <think>7", "", None),
+        ("5</think>6", "User: 3 + 3?<think>\n", "6"),
+        ("5", "User: 3 + 3?<think>\n", None),
+        ("5", "User: 3 + 3?<think>\n\n</think>\n\n", "5"),  # thinking is turned off
+        ("5", "Think between <think> and </think>. Assistant:", "5"),
+        ("5", "Begin with <think>. Assistant:", "5"),
+        ("[THINK]5[/THINK]6", "", "6"),
+        ("5", "[THINK]", None),
+        ("<Thought>5</Thought>6", "", "6"),
+        ("<reasoning>5", "", None),
+        ("<|begin_of_thought|>5<|end_of_thought|>6", "", "6"),
+        ("\u25c1think\u25b75\u25c1/think\u25b76", "", "6"),
+        ("<seed:think>5</seed:think>6", "", "6"),
+    ],
+)
+def test_what_stands_in_thoughts_is_not_stated(response, prompt, text):
+    assert stated(response, prompt) == text
+
+
+@pytest.mark.parametrize(
+    ("rule", "form"),
+    [("gsm8k", "#### {}"), ("gsm8k_flexible", "it is {}."), ("math", r"\boxed{{{}}}"), ("math", "It is ${}$."),
+     ("math_dapo", "Answer: {}"), ("math_dapo", r"\boxed{{{}}}")],
+)  # fmt: skip
+def test_no_rule_reads_an_answer_in_thoughts(rule, form):
+    judge = RULES[rule].judge
+    thought = f"<think>Perhaps {form.format(41)}"
+    assert not judge(f"{thought}. Wait", "41")
+    assert not judge(f"{thought}</think>I am not sure.", "41")
+    assert not judge(f"{thought}</think>{form.format(42)}", "41")
+    assert judge(f"{thought}</think>{form.format(42)}", "42")
+    assert not judge(form.format(41), "41", "3?<think>\n")
+    assert judge(f"so</think>{form.format(41)}", "41", "3?<think>\n")
+
+
+def test_an_exact_match_is_that_of_the_whole_response():
+    assert RULES["exact_match"].judge("<think>hm", "<think>hm", "<think>\n")
+    assert not RULES["exact_match"].judge("<think>hm</think>41", "41")
 
 
 def test_strict_and_flexible_differ_where_the_mark_is_missing():
