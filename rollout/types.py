@@ -170,6 +170,8 @@ class Sample:
     """Reward from which the advantage is computed (shaped: task reward plus penalties)."""
     correct: bool | None = None
     """True if the task's own check passed (unshaped); dynamic sampling and accuracy read this field."""
+    extracted: str | None = None
+    """The answer that a built-in reward reads off the response; None if it reads none, or if the function is custom."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Further numbers that a reward function of the user returned, by their key in its dict."""
     supports: Supports | None = None

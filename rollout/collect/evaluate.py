@@ -19,7 +19,7 @@ from rollout.collect.dispatch import Sampler
 from rollout.collect.filters import invalid_reason
 from rollout.collect.requests import SeedSource, make_sample, sampling_params
 from rollout.config import SamplingConfig
-from rollout.rewards import Scorer
+from rollout.rewards import Scorer, Vote
 from rollout.types import FinishReason, GenerateRequest, Prompt, Sample, SampleGroup
 
 EVALUATION_STEP = -1
@@ -162,12 +162,12 @@ def summarize(groups: list[SampleGroup], scorer: Scorer, *, num_samples: int, po
     counts = [num_correct(each) for each in sampled]
     ks = sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
     rewards = [sample.reward for each in sampled for sample in each if sample.reward is not None]
-    votes = [majority_vote([(scorer.answer(s.text), s.correct is True) for s in each]) for each in sampled]
+    majorities = [majority_vote(votes) for votes in scorer.votes(sampled)] if scorer.reads_answers else []
     return EvalResult(
         accuracy=sum(group.samples[GREEDY].correct is True for group in groups) / len(groups),
         accuracy_sampled=sum(counts) / (len(groups) * num_samples),
         pass_at={k: sum(pass_at_k(num_samples, count, k) for count in counts) / len(groups) for k in ks},
-        majority=sum(votes) / len(groups) if scorer.reads_answers else None,
+        majority=statistics.fmean(majorities) if majorities else None,
         num_prompts=len(groups),
         num_samples=num_samples,
         response_tokens_mean=sum(sample.num_response_tokens for sample in samples) / len(samples),
@@ -195,19 +195,17 @@ def pass_at_k(num_samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(num_samples - correct, k) / math.comb(num_samples, k)
 
 
-def majority_vote(votes: Sequence[tuple[str | None, bool]]) -> float:
+def majority_vote(votes: Sequence[Vote]) -> float:
     """Probability that the most frequent answer is correct; votes are (answer or None, True if correct).
 
-    Responses without an answer do not vote; without any vote the result is 0. One of several equally frequent answers
-    is taken at random, so the result is the share of correct answers among them.
+    Correct responses are votes for one answer, the reference, whatever its writing. Responses without an answer do not
+    vote. One of several equally frequent answers is taken at random, so the result is the share of the correct one.
     """
-    counts = Counter(answer for answer, _ in votes if answer is not None)
-    if not counts:
+    right = sum(correct for _, correct in votes)
+    wrong = Counter(answer for answer, correct in votes if answer is not None and not correct)
+    if not right or right < max(wrong.values(), default=0):
         return 0.0
-    most = max(counts.values())
-    tied = {answer for answer, count in counts.items() if count == most}
-    # A reward function may judge more than the answer, so that two votes for one answer differ.
-    return sum(correct for answer, correct in votes if answer in tied) / (most * len(tied))
+    return 1 / (1 + sum(count == right for count in wrong.values()))
 
 
 def standard_error(values: Sequence[float]) -> float | None:

@@ -7,5 +7,6 @@
 from rollout.rewards.references import judgement, unusable_references
 from rollout.rewards.rules import RULES
 from rollout.rewards.scorer import RewardError, Scorer, ScoreStats, try_reward
+from rollout.rewards.votes import Vote
 
-__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer", "judgement", "try_reward", "unusable_references"]
+__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer", "Vote", "judgement", "try_reward", "unusable_references"]

@@ -56,7 +56,8 @@ RESERVED_METRICS = frozenset(
 """Names that reward/<name> or eval/<name> has already; a number of the function must not take such a metric's place."""
 
 Reply = dict[str, Any]
-"""The worker's message about one response, as JSON values: {"score", "correct", "metrics"}, or {"error": text}.
+"""The worker's message about one response, as JSON values: {"score", "correct", "metrics"}, or {"error": text}; of a
+built-in rule {"correct", "extracted"}.
 
 score: the reward, None if the function returned only a bool. correct: None if it returned only a number."""
 

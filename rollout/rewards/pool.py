@@ -61,6 +61,8 @@ class Outcome:
     proven: bool = False
     """True if the response is the cause of the failure: it was scored alone, in a worker that nobody else has ended."""
     correct: bool | None = None
+    extracted: str | None = None
+    """The answer that a built-in rule reads off the response; None if it reads none."""
     score: float | None = None
     """The reward of a custom function."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -368,16 +370,17 @@ def _outcome(reply: object) -> Outcome:
         raise _WorkerFailed(Failure.crash, f"the worker answered {reply!r:.100}")
     if "error" in reply:
         return Outcome(failure=Failure.error, message=str(reply["error"])[:MAX_ERROR_CHARS])
-    correct, score = reply.get("correct"), reply.get("score")
+    correct, score, extracted = reply.get("correct"), reply.get("score"), reply.get("extracted")
     metrics = reply.get("metrics") or {}
     if not (
         isinstance(correct, bool | None)
+        and isinstance(extracted, str | None)
         and (score is None or _is_score(score))
         and isinstance(metrics, dict)
         and all(_is_score(value) for value in metrics.values())
     ):
         raise _WorkerFailed(Failure.crash, f"the worker answered {reply!r:.100}")
-    return Outcome(correct=correct, score=score, metrics=metrics)
+    return Outcome(correct=correct, extracted=extracted, score=score, metrics=metrics)
 
 
 def _is_score(value: object) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from functools import cache
 
 from algorithms.config import Problem
@@ -13,7 +12,7 @@ from rollout.data.file_prompts import Judgement
 from rollout.processes.custom_code import is_custom
 from rollout.rewards.pool import Failure, Outcome, RewardPoolError
 from rollout.rewards.rules import RULES, RewardRule
-from rollout.rewards.scorer import POLL_S, make_pool
+from rollout.rewards.workers import judged
 from rollout.task_config import RewardConfig
 
 _READABLE = re.compile(r"-?(?:[0-9]{1,15}(?:\.[0-9]{1,15})?|\\[dt]?frac\{[0-9]{1,15}\}\{[1-9][0-9]{0,14}\})")
@@ -64,19 +63,11 @@ def unusable_references(config: RewardConfig, answers: Sequence[str]) -> dict[in
     return {position: problem for position, each in enumerate(answers) if (problem := problems.get(each))}
 
 
-def _tried_in_workers(config: RewardConfig, rule: RewardRule, answers: Iterable[str]) -> dict[str, str]:
-    """Reference -> reason, for the unusable ones."""
-    waiting = dict(enumerate(answers))
-    problems: dict[str, str] = {}
-    with closing(make_pool(config, num_workers=config.num_workers)) as pool:
-        for key, answer in waiting.items():
-            pool.submit(key, {"response": rule.state(answer), "answer": answer, "prompt": ""})
-        while waiting:  # the pool has deadlines of its own
-            for key, outcome in pool.poll(POLL_S):
-                answer = waiting.pop(key)
-                if problem := _problem(outcome, rule, answer):
-                    problems[answer] = problem
-    return problems
+def _tried_in_workers(config: RewardConfig, rule: RewardRule, answers: Sequence[str]) -> dict[str, str]:
+    """Reference -> reason, "" for a usable one."""
+    items = [{"response": rule.state(answer), "answer": answer, "prompt": ""} for answer in answers]
+    outcomes = judged(config, items)
+    return {answer: _problem(outcome, rule, answer) for answer, outcome in zip(answers, outcomes, strict=True)}
 
 
 def _problem(outcome: Outcome, rule: RewardRule, answer: str) -> str:

@@ -10,27 +10,25 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.data.data_files import plain_text
 from rollout.processes.custom_code import function_problem, is_custom
-from rollout.rewards.pool import Failure, Outcome, RewardPool, RewardPoolError
+from rollout.rewards.pool import Failure, Outcome, RewardPoolError
 from rollout.rewards.rules import RULES
+from rollout.rewards.votes import Vote, merged_votes
+from rollout.rewards.workers import POLL_S, judged, reward_pool
 from rollout.task_config import RewardConfig
 from rollout.types import Prompt, Sample, SampleGroup
 
 LISTED_ERRORS = 5
-MEMORY_BYTES = 16 * 2**30
-"""Address space of a scoring process: room for a reward model on the CPU; a process that needs more dies alone."""
 MAX_UNSCORED_FRACTION = 0.05
 """Share of a step's responses without a reward that the run bears: single odd responses, not a broken function."""
 MAX_FAILED_FRACTION = 0.2
 """Share of a step's responses, wrong ones included, whose scoring may fail: each costs a deadline or a worker."""
 EARLY = 256
 """Responses whose scoring is enough to end a run in the middle of a step."""
-POLL_S = 5.0
 WRONG_RESPONSE = "I do not know."
 """A response without an answer, of which a model writes many."""
 
@@ -93,7 +91,7 @@ class Scorer:
         self._rule = RULES.get(config.function)
         self._max_new_tokens = max_new_tokens
         self._decode = decode
-        self._pool = make_pool(config, num_workers=config.num_workers)
+        self._pool = reward_pool(config)
         self._keys = itertools.count()
         self._waiting: dict[int, Sample] = {}
         self._early: list[Sample] = []
@@ -110,9 +108,9 @@ class Scorer:
         """See `RewardConfig.correct_rule`."""
         return self._config.correct_rule
 
-    def answer(self, text: str) -> str | None:
-        """The answer that a response states; equal answers are equal text, None is no answer."""
-        return None if self._rule is None else self._rule.extract(text)
+    def votes(self, samples: Sequence[Sequence[Sample]]) -> list[list[Vote]]:
+        """The votes of each prompt's samples, which are scored; equal answers of a prompt are equal text."""
+        return merged_votes(self._config, [[(s.extracted, s.correct is True) for s in each] for each in samples])
 
     def submit(self, prompt: Prompt, sample: Sample) -> None:
         """Begin to score `sample`; `poll` returns the sample when it is scored."""
@@ -191,7 +189,7 @@ class Scorer:
                 stats.unscored += 1
                 sample.correct = False
                 return
-        sample.reward_parts = outcome.metrics
+        sample.reward_parts, sample.extracted = outcome.metrics, outcome.extracted
         sample.correct, reward = self._verdict(outcome)
         sample.reward = reward + overlong_penalty(
             sample.num_response_tokens,
@@ -216,22 +214,13 @@ def try_reward(config: RewardConfig, prompt: Prompt) -> str:
     cannot be used, with the response; "" if it gave a reward to each.
     """
     responses = (prompt.answer, WRONG_RESPONSE, "")
-    with closing(make_pool(config, num_workers=1)) as pool:
-        outcomes: dict[int, Outcome] = {}
-        for number, response in enumerate(responses):
-            pool.submit(number, _item(prompt, response, with_row=is_custom(config.function)))
-        try:
-            while len(outcomes) < len(responses):  # the pool has a deadline of its own
-                outcomes |= pool.poll(POLL_S)
-        except RewardPoolError as error:
-            return str(error.__cause__ or error)
-    reasons = [(responses[number], outcome.message) for number, outcome in outcomes.items() if outcome.message]
+    items = [_item(prompt, response, with_row=is_custom(config.function)) for response in responses]
+    try:
+        outcomes = judged(replace(config, num_workers=1), items)
+    except RewardPoolError as error:
+        return str(error.__cause__ or error)
+    reasons = [(text, each.message) for text, each in zip(responses, outcomes, strict=True) if each.message]
     return next((f"{message}, for the response {plain_text(response)!r}" for response, message in reasons), "")
-
-
-def make_pool(config: RewardConfig, *, num_workers: int) -> RewardPool:
-    """The pool of workers that judge with reward.function; they start with the first item."""
-    return RewardPool(config.function, num_workers=num_workers, timeout_s=config.timeout_s, memory_bytes=MEMORY_BYTES)
 
 
 def _item(prompt: Prompt, response: str, *, with_row: bool) -> dict[str, Any]:

@@ -434,7 +434,7 @@ def test_a_line_that_nobody_asked_for_is_not_taken_for_the_next_answer(pool_of):
 @pytest.mark.scenario(23)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_answer_of_any_response_is_read_in_no_time(rule):
-    """The driver reads answers for majority votes, where no deadline protects it."""
+    """A worker reads the answers of many responses within one deadline."""
     pieces = ["\\boxed{", "{", "}", "####", "9", "-", "Answer:", " ", "\x00", "\ud800", "1,234", "\\text{", "$"]
     for text in [piece * (1 << 20) for piece in pieces] + ["\\boxed{" * 1000 + "}" * 999]:
         begin = time.monotonic()

@@ -277,6 +277,27 @@ def test_many_results_may_be_one_array(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("prompt", "response", "correct", "extracted"),
+    [
+        ("3 + 4?", r"<think>\boxed{8}</think>\boxed{7}", True, "7"),
+        ("3 + 4?", r"<think>\boxed{7}", False, None),
+        ("3 + 4?<think>\n", r"\boxed{7}", False, None),
+        ("3 + 4?<think>\n", r"hm</think>so $7$", True, "7"),
+        ("3 + 4?", "I cannot tell.", False, None),
+    ],
+)
+def test_the_answer_that_is_judged_is_kept_and_thoughts_have_none(prompt, response, correct, extracted):
+    group = make_group([[1]], answer="7")
+    group.prompt.text = prompt
+    with closing(
+        Scorer(RewardConfig(function="math", num_workers=1), max_new_tokens=5, decode=lambda _: response)
+    ) as it:
+        it.score([group])
+    (sample,) = group.samples
+    assert (sample.correct, sample.extracted) == (correct, extracted)
+
+
+@pytest.mark.parametrize(
     ("body", "reason"),
     [
         ("return float(row['a'] + response == 'x12')", ""),

@@ -22,7 +22,6 @@ from rollout.collect.evaluate import GREEDY, EvalPlan, EvalResult, evaluate, eva
 from rollout.data.dataset import prompts_digest
 from rollout.engine import EngineInfo
 from rollout.episodes.sampler import with_episodes
-from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
 from rollout.weights.packing import DTYPES
 from trainer.cluster.placement import Cluster, engines_only
@@ -120,9 +119,7 @@ def evaluate_model(
         "config": config_record(config),
         "environment": environment_record(sys.argv),
     }
-    rows = [
-        row for name, result in results.items() for row in _rows(name, result, task.scorer, _plan(config, task, name))
-    ]
+    rows = [row for name, result in results.items() for row in _rows(name, result, _plan(config, task, name))]
     write_whole(run_dir / ROWS_FILE, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     write_whole(run_dir / RESULT_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
     return Evaluated(results=results, checkpoint=checkpoint, result_path=run_dir / RESULT_FILE)
@@ -194,7 +191,7 @@ def _set_record(config: TrainConfig, name: str, result: EvalResult) -> dict[str,
     }
 
 
-def _rows(name: str, result: EvalResult, scorer: Scorer, plan: EvalPlan) -> list[dict[str, object]]:
+def _rows(name: str, result: EvalResult, plan: EvalPlan) -> list[dict[str, object]]:
     """A row of eval.jsonl per prompt."""
     requests = evaluation_requests([group.prompt for group in result.groups], plan)
     rows: list[dict[str, object]] = []
@@ -204,7 +201,7 @@ def _rows(name: str, result: EvalResult, scorer: Scorer, plan: EvalPlan) -> list
             {
                 "seed": request.sampling.seed,
                 "response": sample.text,
-                "extracted": scorer.answer(sample.text),
+                "extracted": sample.extracted,
                 "correct": sample.correct,
                 "num_response_tokens": sample.num_response_tokens,
                 "finish_reason": sample.finish_reason.name,
