@@ -21,14 +21,33 @@ _OPENS = "|".join(map(re.escape, THOUGHT_MARKS))
 _CLOSES = r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/think\]|◁/think▷|<\|end_of_thought\|>"
 _THOUGHT = re.compile(f"(?P<opens>{_OPENS})|{_CLOSES}", re.IGNORECASE)
 
+_FULL_WIDTH = {chr(each + 0xFEE0): chr(each) for each in b"0123456789$%+-/:="}
+_PLAIN = str.maketrans(_FULL_WIDTH | {"\N{MINUS SIGN}": "-", "\N{SMALL HYPHEN-MINUS}": "-"})
+_SIGN_DASH = re.compile(r"(?<![\w)\]}])[\u2010-\u2013](?=[$.]?[0-9])")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,;:! ]|[\u00a0\u2007\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
+
+_DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+_MONEY = r"(?:\\?[$€£¥])?"
+_RAISED = "\u00b2\u00b3\u00b9\u2070-\u2079\u00bc-\u00be\u2150-\u215e"
+"""Exponents and fractions of one character, for a class of characters: 18² and 2½ are not 18 and 2."""
 _NUMBER = re.compile(
-    r"-?\$?-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
-    # The number must end here: "3/4" is not 3, "1.2.3" is not 1.2, "1,23" is not 1.
-    r"(?![0-9/^*]|[.,][0-9]|[eE][0-9])"
+    rf"[-+]?{_MONEY}[-+]?{_DIGITS}"
+    # The number must end here: "3/4" is not 3, "18 * 2" and 18:30 are not 18, "1.2.3" is not 1.2, "1,23" is not 1.
+    rf"(?![0-9{_RAISED}/]|[.,:][0-9]|[eE][-+]?[0-9]|[ \t]*\^|\*[A-Za-z(\\]"
+    r"|[ \t]*(?:[-+*/\u00d7\u00f7\u2010-\u2015]|\\times|\\cdot|\\div)+[ \t]*[0-9(\\]|[ \t]+(?:or[ \t]+)?[0-9])"
 )
-# No look-ahead: in free text the last number is wanted, whatever text follows.
-_ANY_NUMBER = re.compile(r"-?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
-_DAPO_ANSWER = re.compile(r"answer\s*:[ \t*]*([^\n]+)", re.IGNORECASE)
+_LEADING = re.compile(r"(?:[\s*_`(\[{$\\]|boxed|fbox|text(?:bf)?|math(?:bf|rm))*")
+_FREE_NUMBER = re.compile(
+    # No answer: the power of a unit or of a variable, and an index.
+    r"(?<![A-Za-z])(?:[mcdk]?m|in|ft|yd|mi)[23](?![0-9])|(?<=[A-Za-z)\]}])\^\{?[-+]?[0-9.]+|_\{?[0-9]+"
+    # An answer that is not one number.
+    r"|(?P<other>\\[dt]?frac\s*(?:\{[^{}]*\}|[0-9])\s*(?:\{[^{}]*\}|[0-9])|(?:\\sqrt|√)\s*\{?[0-9]+"
+    rf"|[\u00bc-\u00be\u2150-\u215e])"
+    rf"|(?P<number>(?:(?<![\w)\]}}.-])[-+])?(?:\\?[$€£¥][-+]?)?{_DIGITS}(?:[eE][-+]?[0-9]{{1,2}}(?![0-9]))?)"
+    # What makes another number of it: 1/2, 10^3, 10:30, 1.2.3, 2².
+    rf"(?P<joined>(?:(?:[ \t]*(?:/|\^\{{?)[ \t]*|\*\*|[:.]|[eE])[-+]?[0-9]+)+|[{_RAISED}])?"
+)
+_DAPO_ANSWER = re.compile(r"answer[*_`\s]*:(?:[*_`}\s]|\\\[|\$\$)*", re.IGNORECASE)
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
@@ -42,29 +61,48 @@ def stated(response: str, prompt: str = "") -> str | None:
     return None if prompt.rstrip()[-TAIL_CHARS:].lower().endswith(THOUGHT_MARKS) else response
 
 
+def plain_signs(text: str) -> str:
+    """The text with digits, signs and separators of thousands in the form that ASCII has for them.
+
+    A dash (U+2010 to U+2013) is a minus where a sign stands, not between two numbers. Full-width commas and full stops
+    stay, because they end a clause.
+    """
+    return _THOUSANDS.sub(",", _SIGN_DASH.sub("-", text.translate(_PLAIN)))
+
+
 def to_number(text: str, *, whole: bool) -> Decimal | None:
     """The number at the beginning of `text`, or, if `whole`, the number that makes up all of `text`."""
-    stripped = text.strip()
+    stripped = plain_signs(text).strip()
     found = _NUMBER.fullmatch(stripped) if whole else _NUMBER.match(stripped)
-    if found is None or found.group().count("-") > 1:
-        return None
-    return Decimal(found.group().replace(",", "").replace("$", ""))
+    return None if found is None else _value(found.group())
+
+
+def _value(written: str) -> Decimal | None:
+    """The value of a number as it is written; None for two signs."""
+    text = re.sub(r"[,\\$€£¥]", "", written)
+    return None if text.startswith(("--", "-+", "+-", "++")) else Decimal(text)
 
 
 def marked_number(response: str) -> str | None:
     """The number directly after the last "####" of the response's end; see `rollout/rewards/rules.py`, gsm8k.
 
-    A dollar sign and thousands commas are removed. Source: the format of GSM8K (Cobbe et al., arXiv:2110.14168).
+    Signs of currency, thousands commas and ornaments around the number are removed. Source: the format of GSM8K (Cobbe
+    et al., arXiv:2110.14168).
     """
-    _, mark, tail = response[-TAIL_CHARS:].rpartition(ANSWER_MARK)
-    number = to_number(tail, whole=False) if mark else None
+    _, mark, tail = response[-TAIL_CHARS:].rstrip("# \t\r\n").rpartition(ANSWER_MARK)
+    number = to_number(_LEADING.sub("", tail, count=1), whole=False) if mark else None
     return None if number is None else plain_number(number)
 
 
 def last_number(response: str) -> str | None:
-    """The last number of the response's end, whatever text surrounds it."""
-    found = _ANY_NUMBER.findall(response[-TAIL_CHARS:])
-    return plain_number(Decimal(found[-1].replace(",", "").replace("$", ""))) if found else None
+    """The last number of the response's end, whatever text surrounds it; None if it is part of another, as 2 of 1/2."""
+    found = None
+    for each in _FREE_NUMBER.finditer(plain_signs(response[-TAIL_CHARS:])):
+        found = each if each["number"] or each["other"] else found
+    if found is None or found["other"] or found["joined"]:
+        return None
+    number = _value(found["number"])
+    return None if number is None else plain_number(number)
 
 
 def boxed(response: str) -> str | None:
@@ -83,45 +121,66 @@ def boxed_or_tail(response: str) -> str | None:
     r"""The boxed expression as \boxed{...}, or the end of the response, in which math-verify then searches."""
     found = boxed(response)
     if found is None:
-        return response[-TAIL_CHARS:].strip() or None
-    return f"\\boxed{{{found}}}" if 0 < len(found) <= MAX_EXPRESSION_CHARS else None
+        return plain_signs(response[-TAIL_CHARS:]).strip() or None
+    return f"\\boxed{{{plain_signs(found)}}}" if 0 < len(found) <= MAX_EXPRESSION_CHARS else None
 
 
 def dapo_answer(response: str) -> str | None:
-    r"""The text after the last "Answer:" of the response's end, or the last \boxed{...} there, normalised.
+    r"""The line after the last "Answer:" of the response's end, or the last \boxed{...} there, normalised.
 
     Source: DAPO, arXiv:2503.14476, whose prompt asks for a last line of the form "Answer: $Answer".
     """
-    found = _DAPO_ANSWER.findall(response[-TAIL_CHARS:])
-    stated = found[-1] if found else boxed(response[-TAIL_CHARS:])
-    if stated is None:
-        return None
-    return normalise(stated) or None
+    tail = response[-TAIL_CHARS:].translate(_PLAIN)
+    lines = (tail[found.end() :].partition("\n")[0] for found in reversed(list(_DAPO_ANSWER.finditer(tail))))
+    line = next(filter(None, lines), None) or boxed(tail)
+    return None if line is None else normalise(line) or None
 
 
-_ORNAMENTS = re.compile(r"\\(?:left|right|displaystyle|!|,|;|:| |quad)|[$\s]|\\\(|\\\)|\\\[|\\\]")
-_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox|mathbf|rm)\s*\{([^{}]*)\}")
-_SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])")
+_TURN_END = re.compile(r"<\|\w+\|>.*", re.DOTALL)
+_MATHS = re.compile(r"([^$]*)\$([^$]+)\$([^$]*)")
+_UNIT_POWER = re.compile(r"\^\{?[23]\}?")
+_ARTICLE = re.compile(r"\ban?\s+")
+_AND = re.compile(r",?\s*\\text\s*\{\s*and\s*\}")
+_ORNAMENTS = re.compile(r"\^\s*\{?\\circ\}?|\\(?:left|right|displaystyle|!|l?dots)|\\[()\[\]]|\\?\$|[*`\"“”]")
+_SPACES = re.compile(r"\\(?:[,;: ]|q?quad(?![A-Za-z]))|\s")
+_METRES = re.compile(r"\\(?:text|mathrm|mbox|rm)\s*\{\s*(?:m|th)\s*\}")
+_NESTED = r"(?:[^{}]|\{[^{}]*\})*"
+_TEXT = re.compile(rf"\\(?:text|textbf|mathrm|mbox|mathbf|rm)\s*\{{({_NESTED})\}}|\\overline\s*\{{([^{{}}0-9]*)\}}")
+_SHORT_FORMS = (
+    (re.compile(r"\\[dt]frac"), r"\\frac"),
+    (re.compile(r"\\frac\s*([0-9a-zA-Z])"), r"\\frac{\1}"),
+    (re.compile(r"\\frac\s*(\{[^{}]*\})\s*([0-9a-zA-Z])"), r"\\frac\1{\2}"),
+    (re.compile(rf"\\frac\s*(\{{{_NESTED}\}})\s*([0-9a-zA-Z])"), r"\\frac\1{\2}"),
+    (re.compile(r"\\sqrt\s*([0-9a-zA-Z])"), r"\\sqrt{\1}"),
+)
 _UNITS = re.compile(
-    r"(?<=[0-9}])(?:degrees?|\^\\circ|\^\{\\circ\}|\\circ|\\%|%|dollars?|cents?|units?|square\w*|cubic\w*|inches|feet|"
-    r"hours?|minutes?|days?|meters?|miles?|cm|km|kg|points?)$"
+    r"(?:(?<=[0-9}])|(?<=\S)\s+)(?:(?:degrees?|\\circ|\\%|%|dollars?|cents?|units?|square|cubic|"
+    r"inch(?:es)?|feet|foot|hours?|minutes?|days?|meters?|miles?|[ck]m|mm|kg|gm|mph|pounds?|points?|ways|integers|"
+    r"digits|meals|edges|students|children|tickets|multiples)(?:\s*\^\{?[23]\}?)?\s*)+$"
 )
 
 
 def normalise(answer: str) -> str:
-    """The answer without parts that do not change its value: a box, LaTeX ornaments, units after a number, commas.
+    r"""The answer without parts that do not change its value: a box, text around $...$, ornaments, units, commas.
 
     Follows Lewkowycz et al. 2022 (Minerva), appendix D.1: answers are compared as text. The result is never longer than
-    MAX_EXPRESSION_CHARS.
+    MAX_EXPRESSION_CHARS. docs/measured/scorers.md compares it with verl's.
     """
-    text = (boxed(answer) or answer).strip()[:MAX_EXPRESSION_CHARS].rsplit("=", 1)[-1]
-    text = _TEXT.sub(r"\1", text.replace("\\$", ""))
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
-    text = _ORNAMENTS.sub("", text).rstrip(".,;")
-    text = _UNITS.sub("", text)
+    text = plain_signs(_TURN_END.sub("", boxed(answer) or answer)).lstrip()[:MAX_EXPRESSION_CHARS].replace("\\$", "")
+    text = text.rsplit("=", 1)[-1]
+    if text.count("$") % 2 and not text.lstrip().startswith("$"):  # "$x = 34$" without what precedes "="
+        text = f"${text}"
+    maths = _MATHS.fullmatch(text)
+    if maths and not re.search("[0-9]", _UNIT_POWER.sub("", maths[1] + maths[3])):
+        text = maths[2]
+    text = _METRES.sub("", _AND.sub(",", _ARTICLE.sub("", text)))
+    text = _TEXT.sub(r" \1\2 ", text)
+    for short, whole in _SHORT_FORMS:
+        text = short.sub(whole, text)
+    text = _SPACES.sub(" ", _ORNAMENTS.sub("", text)).rstrip(".,; ")
+    text = _UNITS.sub("", text).replace(" ", "")
     number = to_number(text, whole=True)
-    return text if number is None else plain_number(number)
+    return (text if number is None else plain_number(number))[:MAX_EXPRESSION_CHARS]
 
 
 def plain_number(number: Decimal) -> str:

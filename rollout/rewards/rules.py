@@ -21,6 +21,7 @@ from rollout.data.answers import (
     last_number,
     marked_number,
     normalise,
+    plain_signs,
     stated,
     to_number,
 )
@@ -119,7 +120,7 @@ def same_mathematics(extracted: str, answer: str) -> bool:
     """
     from math_verify import verify
 
-    reference = _expressions(as_boxed(answer))
+    reference = _expressions(as_boxed(plain_signs(answer)))
     if not reference:
         raise ValueError(f"reward.function=math cannot read the reference answer {answer[-80:]!r}")
     found = _expressions(extracted)

@@ -17,7 +17,6 @@ from rollout.rewards.rules import RULES
     [
         ("first 12, then -7.50 apples", "-7.5"),
         ("it costs $1,234.00!", "1234"),
-        ("3/4", "4"),
         ("#### 12\nbut 13", "13"),
         ("1,23", "23"),
         ("no number", None),
@@ -26,6 +25,91 @@ from rollout.rewards.rules import RULES
 )
 def test_the_last_number_counts(response, extracted):
     assert last_number(response) == extracted
+
+
+@pytest.mark.parametrize(
+    ("response", "extracted"),
+    [
+        # The sign: a dash before a number, not between two.
+        ("it is \N{MINUS SIGN}7.", "-7"),
+        ("it is \N{EN DASH}$7.", "-7"),
+        ("it is\N{EM DASH}7.", "7"),
+        ("pages 10-18", "18"),
+        ("pages 10\N{EN DASH}18", "18"),
+        ("20 \N{MINUS SIGN} 2 = 18", "18"),
+        ("=-18", "-18"),
+        ("\N{FULLWIDTH PLUS SIGN}\N{FULLWIDTH DIGIT THREE}", "3"),
+        # The whole number, or nothing.
+        ("7 cm^3", "7"),
+        ("7 ft2", "7"),
+        ("7 m\N{SUPERSCRIPT TWO}", "7"),
+        (r"$7\text{ cm}^{2}$", "7"),
+        ("x_1 + x^2 is 9, or 9 x_1", "9"),
+        ("2.5e-1", "0.25"),
+        ("6E2 metres", "600"),
+        (".75", "0.75"),
+        ("Rs.75", "75"),
+        (r"1\,800", "1800"),
+        ("1\N{NARROW NO-BREAK SPACE}800", "1800"),
+        ("3/4", None),
+        ("3 / 4 of it", None),
+        ("2 1/2", None),
+        ("2\N{VULGAR FRACTION ONE HALF}", None),
+        (r"\frac{3}{4}", None),
+        (r"2\sqrt{3}", None),
+        ("2^{10}", None),
+        ("2**10", None),
+        ("1.8 \N{MULTIPLICATION SIGN} 10^3", None),
+        ("1e999999999", None),
+        ("version 1.2.3", None),
+        ("at 7:30", None),
+    ],
+)
+def test_a_number_is_what_was_written_or_nothing(response, extracted):
+    assert RULES["gsm8k_flexible"].extract(response) == extracted
+
+
+@pytest.mark.parametrize(
+    ("response", "extracted"),
+    [
+        ("#### \N{MINUS SIGN}1,234.50", "-1234.5"),
+        ("#### \N{NON-BREAKING HYPHEN}7", "-7"),
+        ("#### \N{EM DASH}7", None),
+        ("#### +7", "7"),
+        ("#### +-7", None),
+        ("#### .5", "0.5"),
+        ("#### **$7**", "7"),
+        (r"#### \$7", "7"),
+        (r"#### $\boxed{-7}$", "-7"),
+        ("#### (7)", "7"),
+        ("#### 7 ####", "7"),
+        ("#### 7\n2. The next", "7"),
+        ("#### 7 eggs - 2 broken", "7"),
+        ("#### 7 - 2", None),
+        ("#### 7-2", None),
+        ("#### 7\N{EN DASH}9", None),
+        ("#### 7 * 2", None),
+        (r"#### 7 \times 2", None),
+        ("#### 7 or 8", None),
+        ("#### 7 1/2", None),
+        ("#### 7\N{VULGAR FRACTION ONE HALF}", None),
+        ("#### 7:30", None),
+        ("#### 1 800", None),
+        ("#### 1{,}800", "1800"),
+    ],
+)
+def test_the_mark_is_followed_by_one_number(response, extracted):
+    assert RULES["gsm8k"].extract(response) == extracted
+
+
+@pytest.mark.parametrize("rule", ["gsm8k", "gsm8k_flexible", "math", "math_dapo"])
+def test_every_dash_that_people_write_for_a_minus_is_one(rule):
+    for minus in "\u002d\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d":
+        response = {"gsm8k": f"#### {minus}41", "math": rf"\boxed{{{minus}41}}", "math_dapo": f"Answer: {minus}41"}
+        text = response.get(rule, f"that is {minus}41.")
+        assert RULES[rule].judge(text, "-41"), minus
+        assert not RULES[rule].judge(text, "41"), minus
+        assert RULES[rule].judge(text.replace(minus, "-"), f"{minus}41"), minus
 
 
 @pytest.mark.parametrize(
@@ -109,7 +193,7 @@ def test_the_last_complete_box_counts(response, extracted):
         (r"thus \boxed{34}", "34", True),
         ("Answer: x = 34.", "34", True),
         (r"Answer: \dfrac{1}{2}", r"\frac12", True),
-        (r"Answer: 1{,}000 \text{ dollars}", "1000", False),
+        (r"Answer: 1{,}000 \text{ dollars}", "1000", True),
         (r"Answer: 1,000 \text{ dollars}", "1000", True),
         (r"Answer: 90^\circ", "90", True),
         ("Answer: -34", "34", False),
@@ -121,6 +205,43 @@ def test_the_last_complete_box_counts(response, extracted):
     ],
 )
 def test_dapo_reads_the_line_that_its_prompt_asks_for(response, answer, correct):
+    assert RULES["math_dapo"].judge(response, answer) is correct
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "correct"),
+    [
+        ("Answer:\n\n  7", "7", True),
+        ("Answer:\n\\[\n7\n\\]", "7", True),
+        ("**Answer**:\n**7**", "7", True),
+        (r"\textbf{Answer:} 7", "7", True),
+        ("Answer: 7\nAnswer:\n", "7", True),
+        ("Answer: `x = 7`", "7", True),
+        ("Answer: There are $7$ of them.", "7", True),
+        ("Answer: There are $7$, not $8$.", "7", False),
+        ("Answer: 8 or $7$", "7", False),
+        ("Answer: $x = 7$ metres", "7", True),
+        ("Answer: $7$ cm^2", "7", True),
+        ("Answer: '7'", "7", False),
+        (r"Answer: 12{,}345{,}678", "12345678", True),
+        (r"Answer: 12\,345", "12,345", True),
+        (r"Answer: 5\sqrt7", r"5\sqrt{7}", True),
+        (r"Answer: \frac{\frac34}5", r"\frac{\frac{3}{4}}{5}", True),
+        (r"Answer: \dfrac3{75}", r"\frac{3}{75}", True),
+        (r"Answer: 9\pi \text{ square feet}", r"9\pi", True),
+        (r"Answer: \mbox{7 tickets}", "7", True),
+        (r"Answer: 7\mathrm{th}", "7", True),
+        (r"Answer: x^\circ", "x", True),
+        ("Answer: 3, 4", "34", False),
+        (r"Answer: 0.7", r"0.\overline{7}", False),
+        (r"Answer: \overline{PQ}", "PQ", True),
+        (r"Answer: 3 \text{ and } 4", "3,4", True),
+        ("Answer: 7<|im_end|>\n<|im_start|>user", "7", True),
+        ("Answer: 7", r"$\boxed{7}$", True),
+    ],
+)
+def test_dapo_reads_what_its_published_scorer_reads_and_no_guesses(response, answer, correct):
+    """docs/measured/scorers.md compares the two, form by form."""
     assert RULES["math_dapo"].judge(response, answer) is correct
 
 
