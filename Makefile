@@ -89,7 +89,7 @@ lock: ## pin anew, with hashes, what pyproject.toml and requirements/*.in ask fo
 	others=$$(sed -nE 's/^([^ =]+)==.*/--no-emit-package \1/p' requirements/cpu.txt)
 	lock requirements/dev.txt $$project --extra dev --extra tensorboard --constraint requirements/cpu.txt $$others \
 	  --excludes <(printf '%s\n' $$cuda)
-	for name in sglang-cpu torchvision bench; do lock requirements/$$name.txt requirements/$$name.in --no-deps; done
+	for name in sglang-cpu torchvision transformers4 bench; do lock requirements/$$name.txt requirements/$$name.in --no-deps; done
 
 bench: ## reproduce every table of docs/ into outputs/bench/; the peers go into .venv-bench
 	@VENV=.venv-bench $(install) $(engine_list) bench

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.config import DType
+from rollout.data.arithmetic import save_tokenizer
 from rollout.data.dataset import StreamState
 from trainer.compose.compose import resolve
 from trainer.policy.model import empty_causal_lm, load_causal_lm, load_rows, shard
@@ -36,7 +37,7 @@ VARIANTS = ("whole model, then sharded", "own rows only")
 
 
 def save_model(path: Path, *, hidden: int, layers: int) -> int:
-    """Write a random model; its number of parameters."""
+    """Write a random model, and the tokenizer that an export copies; its number of parameters."""
     config = Qwen2Config(
         vocab_size=32768,
         hidden_size=hidden,
@@ -50,6 +51,7 @@ def save_model(path: Path, *, hidden: int, layers: int) -> int:
     model = Qwen2ForCausalLM(config)
     torch.nn.Module.to(model, torch.bfloat16)  # in place
     model.save_pretrained(path)
+    save_tokenizer(path)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

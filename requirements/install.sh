@@ -59,6 +59,9 @@ certificates=${SSL_CERT_FILE:-$(pip_option cert)}
     case " $* " in *" sglang-cpu "*)
         uv_install --no-deps --require-hashes -r requirements/torchvision.txt --target "$venv/share/parity" ;;
     esac
+    case " $* " in *" dev "*)
+        uv_install --no-deps --require-hashes -r requirements/transformers4.txt --target "$venv/share/transformers4" ;;
+    esac
 )
 # After the lists: what torch needs is there by then, with its hash, and does not come from another index.
 if [ -n "${fresh:-}" ]; then

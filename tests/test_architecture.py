@@ -355,12 +355,14 @@ def test_pins_satisfy_what_is_declared(name: str) -> None:
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
 
 
-@pytest.mark.parametrize("name", ["sglang-cpu", "torchvision", "bench"])
+@pytest.mark.parametrize("name", ["sglang-cpu", "torchvision", "transformers4", "bench"])
 def test_locked_list_has_the_pins_that_it_is_made_from(name: str) -> None:
     assert pins(f"{name}.txt") == pins(f"{name}.in"), "make lock"
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt", "torchvision.txt", "dev.txt", "bench.txt"])
+@pytest.mark.parametrize(
+    "name", [f"{name}.txt" for name in ("cpu", "sglang-cpu", "torchvision", "transformers4", "dev", "bench")]
+)
 def test_every_locked_package_has_a_hash(name: str) -> None:
     """torch stands apart, in torch.txt: its build depends on the machine."""
     text = (ROOT / "requirements" / name).read_text(encoding="utf-8")

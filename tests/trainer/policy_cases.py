@@ -12,9 +12,10 @@ import ray
 import torch
 import torch.distributed as dist
 from test_packing import make_sample
+from tokenizers import Tokenizer, models
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from algorithms.config import (
     AdvantageConfig,
@@ -72,6 +73,13 @@ def save_policy(path: Path, *, vocab_size: int = 64) -> Path:
         tie_word_embeddings=True,
     )
     Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def save_words(path: Path, *, end: int = 1) -> Path:
+    """Write a tokenizer of two words, of which token `end` ends a response, to `path`."""
+    words = Tokenizer(models.WordLevel({"a": 0, "<eos>": end}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(path)
     return path
 
 

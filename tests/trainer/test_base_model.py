@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from readers import needs_release_4, read, read_with_release_4
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
 
 from rollout.data.arithmetic import TOKENS, ArithmeticProblem, Demonstration, save_tokenizer
@@ -85,6 +87,18 @@ def test_the_directory_loads_as_a_hugging_face_model(built: Path, tokenizer: Pre
     assert network.generation_config.pad_token_id == tokenizer.pad_token_id == 0
     generated = network.generate(torch.tensor([tokenizer("3+4=").input_ids]), max_new_tokens=3, do_sample=False)
     assert generated.shape[1] > 4
+
+
+@needs_release_4
+def test_transformers_4_reads_the_same(built: Path, tmp_path: Path) -> None:
+    here, [found] = read(built), read_with_release_4([built], tmp_path)
+    torch.testing.assert_close(found.log_probs, here.log_probs, atol=1e-5, rtol=0)
+    assert (found.generated, found.tokenizer) == (here.generated, "PreTrainedTokenizerFast")
+    described = json.loads((built / "config.json").read_text())
+    assert (described["rope_theta"], described["torch_dtype"]) == (
+        described["rope_parameters"]["rope_theta"],
+        "float32",
+    )
 
 
 def test_training_lowers_the_loss_and_reports_every_step(tmp_path: Path) -> None:

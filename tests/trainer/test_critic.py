@@ -168,7 +168,7 @@ def test_a_critic_of_its_own_needs_the_vocabulary_of_the_policy(model_path: Path
     for name, word in (("policy", "a"), ("same", "a"), ("other", "b")):
         model = Tokenizer(models.WordLevel({word: 0, "<eos>": 1}, unk_token=word))
         tokenizers.append(PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>"))
-        tokenizers[-1].save_pretrained(tmp_path / name)
+        tokenizers[-1].save_pretrained(save_policy(tmp_path / name))
     policy = tmp_path / "policy"
     assert resolve_critic(ppo_config(model_path), policy, tokenizers[0]) == policy
     config = ppo_config(model_path, critic=CriticConfig(path=str(tmp_path / "same")))

@@ -18,16 +18,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cli_process import HEAVY, parity
-from policy_cases import lone_worker, make_config, make_samples, save_policy, save_untied
+from policy_cases import lone_worker, make_config, make_samples, save_policy, save_untied, save_words
 from test_packing import pack_samples
-from tokenizers import Tokenizer, models
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
-    PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
 
@@ -35,7 +33,8 @@ from algorithms.config import AdvantageConfig, Estimator
 from rollout.data.dataset import StreamState
 from trainer.config.outputs import CheckpointConfig, EvalConfig
 from trainer.config.train import TrainConfig
-from trainer.policy.model import INDEX_FILE, full_tensors, load_causal_lm
+from trainer.limits.model_shape import INDEX_FILE
+from trainer.policy.model import full_tensors, load_causal_lm
 from trainer.policy.shards import load_shards
 from trainer.run.evaluation import evaluate_model
 from trainer.run.export import MAX_SHARD_BYTES, write_model
@@ -63,9 +62,7 @@ def export_model(config: TrainConfig, run_dir: Path, directory: Path, *, best: b
 def test_the_exported_model_is_the_trained_one(
     tmp_path: Path, estimator: Estimator, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    start = save_policy(tmp_path / "start")
-    words = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(start)
+    start = save_words(save_policy(tmp_path / "start"))
     config = make_config(start, num_workers=1, advantage=AdvantageConfig(estimator=estimator))
     batch = pack_samples([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
     with lone_worker(config, start) as worker:
@@ -123,7 +120,7 @@ def saved_after_a_step(start: Path, run_dir: Path) -> tuple[TrainConfig, Checkpo
 def test_an_export_is_what_transformers_writes_of_the_whole_model(
     tmp_path: Path, save: Callable[[Path], Path], max_shard_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = save(tmp_path / "start")
+    start = save_words(save(tmp_path / "start"))
     GenerationConfig(temperature=0.625, do_sample=True, eos_token_id=[3, 7]).save_pretrained(start)
     config, checkpoint, trained = saved_after_a_step(start, tmp_path / "run")
     asked: list[int] = []
@@ -147,6 +144,13 @@ def test_an_export_is_what_transformers_writes_of_the_whole_model(
     expected, found = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("whole", "out")
     )
+    files = ("config.json", "generation_config.json")
+    config_json, generation = (json.loads(expected.pop(name)) for name in files)
+    names = {"torch_dtype": "bfloat16", "rope_theta": 10_000.0, "rope_scaling": None, "eos_token_id": [1, 3, 7]}
+    assert json.loads(found.pop("config.json")) == config_json | names
+    assert json.loads(found.pop("generation_config.json")) == generation | {"eos_token_id": [1, 3, 7]}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert found.pop(name) == (start / name).read_bytes()
     if len(asked) == 1:
         assert found == expected
     else:  # transformers may put the tensors in another order into the files
@@ -155,17 +159,16 @@ def test_an_export_is_what_transformers_writes_of_the_whole_model(
         assert indexes[1]["weight_map"].keys() == trained.keys()
         others = [{name: files[name] for name in files if "safetensors" not in name} for files in (expected, found)]
         assert others[0] == others[1]
-    assert b"0.625" in found["generation_config.json"]
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
     assert loaded.keys() == trained.keys()
     assert all(torch.equal(loaded[name], trained[name].to(torch.bfloat16)) for name in loaded)
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    _, checkpoint, _ = saved_after_a_step(save_policy(tmp_path / "start"), tmp_path / "run")
+    _, checkpoint, _ = saved_after_a_step(save_words(save_policy(tmp_path / "start")), tmp_path / "run")
     larger = AutoConfig.from_pretrained(tmp_path / "start")
     larger.num_hidden_layers, larger.layer_types = 3, ["full_attention"] * 3
-    Qwen2ForCausalLM(larger).save_pretrained(tmp_path / "larger")  # its first files can still be filled
+    Qwen2ForCausalLM(larger).save_pretrained(save_words(tmp_path / "larger"))  # its first files can still be filled
     config = make_config(tmp_path / "larger", num_workers=1)
     with pytest.raises(CheckpointError, match=r"does not fit the model .*layers\.2\."):
         write_model(config, checkpoint, tmp_path / "out" / "model", max_shard_bytes=9_000)
@@ -264,7 +267,7 @@ def test_a_checkpoint_of_a_stranger_runs_no_code(
     tmp_path: Path, tamper: Callable[[Path, Path], None], reason: str
 ) -> None:
     """Its manifest agrees with its files: whoever makes a checkpoint makes the manifest too."""
-    start, run_dir, owned = save_policy(tmp_path / "start"), tmp_path / "run", tmp_path / "owned"
+    start, run_dir, owned = save_words(save_policy(tmp_path / "start")), tmp_path / "run", tmp_path / "owned"
     config = make_config(start, num_workers=1)
     with lone_worker(config, start) as worker:
         unfinished = begin_checkpoint(run_dir, 1)

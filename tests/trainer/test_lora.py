@@ -12,12 +12,20 @@ import peft
 import pytest
 import torch
 from gathering_ranks import published_by_ranks
-from policy_cases import full_gradient, lone_worker, make_config, make_samples, move_adapter, save_policy, save_untied
+from policy_cases import (
+    full_gradient,
+    lone_worker,
+    make_config,
+    make_samples,
+    move_adapter,
+    save_policy,
+    save_untied,
+    save_words,
+)
 from test_gathering import save_odd
 from test_packing import pack_samples
-from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from algorithms.config import ConfigError
 from rollout.config import DType, TorchEngineConfig
@@ -268,8 +276,7 @@ def test_several_ranks_publish_the_adapter_and_the_frozen_weights_that_one_does(
 
 def saved_run(path: Path, run_dir: Path) -> tuple[TrainConfig, Checkpoint, dict[str, Tensor]]:
     """A checkpoint of a LoRA run after a step, and the weights that the engines would get."""
-    words = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(path)
+    save_words(path)
     config = with_lora(path, targets="attention")
     with lone_worker(config, path) as worker:
         train(worker, 1)

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from cli_process import parity
+from readers import needs_release_4, read, read_with_release_4
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -55,7 +56,7 @@ def write_gguf(path: Path) -> None:
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_freq_base(100_000.0)
     writer.add_rope_dimension_count(HEAD_SIZE)
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
@@ -162,6 +163,13 @@ def test_the_directory_is_an_ordinary_one(built: Path) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (2, 2)
     assert not hasattr(model.config, "quantization_config")
+
+
+@needs_release_4
+def test_transformers_4_reads_the_same(built: Path, tmp_path: Path) -> None:
+    here, [found] = read(built), read_with_release_4([built], tmp_path)
+    torch.testing.assert_close(found.log_probs, here.log_probs, atol=1e-5, rtol=0)
+    assert (found.generated, found.tokenizer) == (here.generated, "PreTrainedTokenizerFast")
 
 
 def test_the_tokenizer_keeps_digits_apart_and_has_its_template(built: Path) -> None:

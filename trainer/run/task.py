@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
 from trainer.policy.model import check_files
 from trainer.run.base_model import build_base_model
+from trainer.run.model_check import find_model
 from trainer.run.smollm2 import build_smollm2
 from trainer.run.task_check import context_problems, data_judgement, vocabulary_problems
 from trainer.rundir.cache import Progress
@@ -93,16 +93,19 @@ def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedT
 def _directory(key: str, path: str, revision: str | None) -> Path:
     """A local directory as it is, anything else fetched from the hub. Raises StartError that names the `key`."""
     directory = Path(path)
-    if directory.is_dir():
-        return directory
-    limit_silence()
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=SNAPSHOT_FILES))
+        if not directory.is_dir():
+            limit_silence()
+            directory = Path(snapshot_download(path, revision=revision, allow_patterns=SNAPSHOT_FILES))
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = "must be a directory or a repository of the hub that can be read"
         remedy = f"There is no such directory here, and the hub says {reason}"
         raise StartError(Problem(key=key, rule=rule, value=path, remedy=remedy)) from error
+    # A model of the hub is here only now, and the files of another may have been changed since the run began.
+    if isinstance(found := find_model(key, str(directory), None), Problem):
+        raise StartError(found)
+    return directory
 
 
 def _compare_files(key: str, model_path: Path) -> None:
@@ -117,16 +120,6 @@ def _compare_files(key: str, model_path: Path) -> None:
         raise StartError(Problem(key=key, rule=rule, value=str(model_path), remedy=reason)) from error
 
 
-def _broken_json(directory: Path) -> str:
-    """The name and error of a file of a tokenizer that is no JSON; empty if there is none."""
-    for path in sorted(directory.glob("*token*.json")):
-        try:
-            json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            return f"{path.name}: {error}"
-    return ""
-
-
 def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | None = None) -> Task:
     """Resolve the model, tokenize the prompts and build the scorer.
 
@@ -135,6 +128,7 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     Raises StartError for a model or data that cannot be used, before anything is started or written.
     """
     trains = model_path is None
+    key = "model.path" if trains else "checkpoint"
     model_path = resolve_model(config, progress=progress) if model_path is None else model_path
     try:
         tokenizer = load_tokenizer(model_path)
@@ -144,11 +138,11 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     except DataError as error:
         raise StartError(*error.problems) from error
     except Exception as error:  # transformers raises whatever its readers of files raise
-        reason = _broken_json(model_path) or f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = "must hold a tokenizer that can be read"
-        raise StartError(Problem(key="model.path", rule=rule, value=str(model_path), remedy=reason)) from error
+        raise StartError(Problem(key=key, rule=rule, value=str(model_path), remedy=reason)) from error
     if not trains or isinstance(config.model, HFModelConfig):
-        _compare_files("model.path" if trains else "checkpoint", model_path)
+        _compare_files(key, model_path)
     past_end = dataset.turn_end if dataset.turn_end not in stop_ids else None
     if past_end is not None:
         dataset.notes.append(past_end_note(past_end, tokenizer))
