@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from policy_cases import lone_worker, make_config, make_samples, save_policy, save_untied
+from policy_cases import full_gradient, lone_worker, make_config, make_samples, save_policy, save_untied
 from safetensors.torch import load_file, save_file
 
-from trainer.batch.packing import micro_batch
+from algorithms.config import AdvantageConfig, Estimator
+from trainer.batch.packing import micro_batch, pack
 from trainer.policy.model import empty_causal_lm, full_tensors, load_causal_lm, weight_files
 from trainer.scoring.attention import Segments
 
@@ -49,6 +50,29 @@ def test_shards_have_the_bits_of_the_whole_model(tmp_path: Path, tied: bool) -> 
         mask = micro.response_mask[1 : len(tokens)]
         assert mask.any()
         assert torch.allclose(logprobs[1 : len(tokens)][mask], scored[mask], atol=1e-5)
+
+
+@pytest.mark.parametrize("pad", [5, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_token_of_the_padding_learns_as_any_other(tmp_path: Path, tied: bool, pad: int) -> None:
+    """As SmolLM2 has it: the padding token also ends every response, begins every sequence and stands in prompts."""
+    samples = make_samples()
+    for sample in samples:
+        sample.token_ids %= 4
+        sample.token_ids[[0, 1, -1]] = 5
+    gradients = []
+    for name, ids in (("none", {}), ("pad", {"pad_token_id": pad, "eos_token_id": 5, "bos_token_id": 5})):
+        path = save_policy(tmp_path / name) if tied else save_untied(tmp_path / name)
+        described = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(described | {"pad_token_id": None} | ids))
+        advantage = AdvantageConfig(estimator=Estimator.gae)
+        config = make_config(path, num_workers=1, advantage=advantage, mini_batch_prompts=4)
+        batch = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0)
+        with lone_worker(config, path) as worker:
+            worker.train(batch.ranks[0], batch.samples, 1)
+            gradients.append([full_gradient(part.model) for part in worker._learnt().values()])
+    for expected, found in zip(*gradients, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_the_empty_model_holds_no_memory(tmp_path: Path) -> None:

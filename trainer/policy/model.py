@@ -74,9 +74,7 @@ def load_causal_lm(
         trust_remote_code=False,
         attn_implementation=attention,
     )
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model.path={path} is not a torch model")
-    return model
+    return _without_padding(model, path)
 
 
 def empty_causal_lm(path: Path, *, attention: str = PACKED_ATTENTION) -> PreTrainedModel:
@@ -89,10 +87,23 @@ def empty_causal_lm(path: Path, *, attention: str = PACKED_ATTENTION) -> PreTrai
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=torch.float32, trust_remote_code=False, attn_implementation=attention
         )
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model.path={path} is not a torch model")
+    model = _without_padding(model, path)
     model.tie_weights()  # accelerate makes a new parameter wherever one is registered: tied ones come apart
     use_fast_products(model)
+    return model
+
+
+def _without_padding(model: nn.Module, path: Path) -> PreTrainedModel:
+    """Let every row of the embedding learn; TypeError if `model` is not of transformers.
+
+    torch gives no gradient to the row of the padding token. Packed sequences have no padding, and in many models that
+    token is a real one too: the end of a turn in SmolLM2, which every prompt holds.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model.path={path} is not a torch model")
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        embedding.padding_idx = None
     return model
 
 
