@@ -22,7 +22,7 @@ class InvalidReason(Enum):
     abort = "the engine gave the request up"
     failed = "the rollout function failed, or no engine could serve the request"
     wrong_version = "sampled from other weights than the step expects"
-    empty = "no token was returned"
+    empty = "no token was sampled"
     too_long = "more tokens than sampling.max_new_tokens were returned"
     no_logprobs = "the engine returned no log-probs"
     wrong_length = "as many log-probs and versions as tokens are needed"
@@ -50,7 +50,7 @@ def invalid_reason(
         found = InvalidReason.failed
     elif any(not oldest <= version <= policy_version for version in set(versions[len(resumed) :])):
         found = InvalidReason.wrong_version
-    elif not tokens:
+    elif not generation.num_sampled:
         found = InvalidReason.empty
     elif len(tokens) > request.sampling.max_new_tokens:
         found = InvalidReason.too_long

@@ -42,6 +42,8 @@ def name_of(generation):
         ({"token_versions": [7, 8]}, "wrong_version"),
         ({"token_versions": [7]}, "wrong_length"),
         ({"token_ids": [], "logprobs": [], "token_versions": []}, "empty"),
+        ({"sampled": [False, False], "logprobs": [0.0, 0.0]}, "empty"),
+        ({"sampled": [False, True], "logprobs": [0.0, -0.1]}, None),
         ({"token_ids": [1] * 4, "logprobs": [-1.0] * 4}, "too_long"),
         ({"logprobs": None}, "no_logprobs"),
         ({"logprobs": [-0.1]}, "wrong_length"),
