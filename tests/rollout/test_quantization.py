@@ -121,6 +121,17 @@ def test_extremes_stay_finite() -> None:
         assert torch.isfinite(held).all() and (held[0, 0] / 3e38 - 1).abs() < 0.01
 
 
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_a_tile_of_zeros_is_zero_and_leaves_its_neighbours_as_they_are(quantization: Quantization) -> None:
+    grid = GRIDS[quantization]
+    tensor = torch.full((130, 130), float(grid.largest))
+    tensor[:128, :128] = 0
+    for source in (tensor, torch.zeros(130, 130)):
+        quantized = quantize(source, grid, name="w")
+        assert (quantized.scales > 0).all()
+        assert torch.equal(dequantize(quantized, grid), source)
+
+
 def test_only_projections_of_the_body_are_quantised() -> None:
     names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.11.mlp.down_proj.weight"]
     others = [
