@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 from test_packing import pack_samples
 
+from algorithms.config import MISConfig
 from rollout.data.dataset import StreamState
+from trainer.policy.model import full_tensors
+from trainer.policy.worker import PolicyWorker
 from trainer.rundir.checkpoint import (
     POLICY,
     CheckpointError,
@@ -382,6 +386,7 @@ def test_a_rank_takes_back_weights_and_optimizer_bit_for_bit(tmp_path: Path, asy
         worker.train(batch.ranks[0], batch.samples, 1)
         (tmp_path / "saved").mkdir()
         worker.save_checkpoint(tmp_path / "saved", asynchronous)
+        drawn = torch.rand(3)
         saved = worker.logprobs(micros)[0]
         worker.train(batch.ranks[0], batch.samples, 2)
         expected = worker.logprobs(micros)[0]
@@ -394,7 +399,35 @@ def test_a_rank_takes_back_weights_and_optimizer_bit_for_bit(tmp_path: Path, asy
     with lone_worker(config, tmp_path / "model") as worker:
         assert not torch.equal(worker.logprobs(micros)[0], saved)
         assert worker.load_checkpoint(tmp_path / "saved", 1)
+        assert torch.equal(torch.rand(3), drawn)
         assert torch.equal(worker.logprobs(micros)[0], saved)
         # The same next step needs the same moments: Adam's first step after a fresh start would differ.
         worker.train(batch.ranks[0], batch.samples, 2)
         assert torch.equal(worker.logprobs(micros)[0], expected)
+
+
+@pytest.mark.parametrize("rejected", [False, True])
+def test_a_save_before_the_first_update_changes_no_later_one(tmp_path: Path, rejected: bool) -> None:
+    """Nothing was trained yet, or every token of the first step was rejected: there are gradients, and no moments."""
+    config = make_config(save_policy(tmp_path / "model"), num_workers=1, correction=MISConfig())
+    (tmp_path / "saved").mkdir()
+
+    def train(worker: PolicyWorker, logprob: float, step: int) -> float | None:
+        samples = make_samples()
+        for sample in samples:
+            sample.rollout_logprobs = np.where(sample.response_mask, logprob, 0.0)
+        batch = pack_samples([samples], num_ranks=1, max_tokens=1000, policy_version=0)
+        return worker.train(batch.ranks[0], batch.samples, step).metrics["optim/skipped_steps"]
+
+    found = []
+    for part in ("without a save", "saved", "resumed"):
+        with lone_worker(config, tmp_path / "model") as worker:
+            if part == "resumed":
+                assert worker.load_checkpoint(tmp_path / "saved", 1)
+            elif rejected:
+                assert train(worker, -30.0, 1) == 1.0
+            if part == "saved":
+                worker.save_checkpoint(tmp_path / "saved", False)
+            assert train(worker, -4.2, 2) == 0.0  # near the policy: 1/64 is -4.16
+            found.append(torch.cat([tensor.flatten() for _, tensor in full_tensors(worker._policy.model)]).clone())
+    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])

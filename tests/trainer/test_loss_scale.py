@@ -93,16 +93,23 @@ def test_an_overflow_is_skipped_and_counted_and_ends_no_run(model_path: Path) ->
         assert not torch.equal(weights(worker), before)
 
 
-def test_a_gradient_that_is_not_finite_at_the_floor_ends_the_run(model_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_at_the_floor_ends_the_run(model_path: Path, tmp_path: Path) -> None:
+    """A resumed run goes on with the count."""
+    refused = pytest.raises(
+        RuntimeError,
+        match=r"3 optimizer steps of the policy in a row had a non-finite gradient norm; lower optim\.lr or set",
+    )
     with lone_worker(config_of(model_path, DType.float16), model_path) as worker:
         assert worker._policy._scale is not None
         worker._policy._scale.value = 4.0
         for number in range(1, 5):  # two overflows down to the floor, then two bad steps
             step(worker, number, advantage=float("inf"))
-        with pytest.raises(
-            RuntimeError,
-            match=r"3 optimizer steps of the policy in a row had a non-finite gradient norm; lower optim\.lr or set",
-        ):
+        save(worker, tmp_path / "bad")
+        with refused:
+            step(worker, 5, advantage=float("inf"))
+    with lone_worker(config_of(model_path, DType.float16), model_path) as worker:
+        worker.load_checkpoint(tmp_path / "bad", 4)
+        with refused:
             step(worker, 5, advantage=float("inf"))
 
 

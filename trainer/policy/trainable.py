@@ -232,7 +232,8 @@ class Trainable(Generic[ModelT]):
 
     def state_dict(self) -> StateDict:
         """Trained weights, optimizer, counters and loss scale, sharded: what a checkpoint holds. Tensors are not
-        copied."""
+        copied. Before the first update it drops the gradients, which belong to no update."""
+        self._make_states()
         model, optimizer = get_state_dict(self._model, self._optimizer, options=self._trained)
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
@@ -267,8 +268,7 @@ class Trainable(Generic[ModelT]):
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        if not self._optimizer.state:
-            self._make_states()
+        self._make_states()
         if not self._optimizer_on_host.holds:
             self._move_optimizer_out()
         self._weights_on_host.take(self._model.parameters(), device=self._device)
@@ -284,10 +284,13 @@ class Trainable(Generic[ModelT]):
         self._asleep = False
 
     def _make_states(self) -> None:
-        """Make AdamW's states before the first update: a checkpoint needs them, and they are made with the weights.
+        """Make AdamW's states if there was no update yet: a checkpoint needs them, and they are made with the weights.
 
         A sleeping policy could not make them: its GPU is the engine's.
         """
+        if self._optimizer.state:
+            return
+        self.zero_grad()  # beside gradients, as a skipped update leaves them, torch makes no states
         get_state_dict(self._model, self._optimizer, options=self._trained)
         for state in self._optimizer.state.values():
             state["step"].zero_()  # torch has counted an update that changed nothing
