@@ -28,6 +28,8 @@ from algorithms.config import (
     MISConfig,
     ReferenceKLConfig,
     RejectConfig,
+    RejectedDenominator,
+    SelfNormalize,
 )
 from rollout.types import Sample
 from trainer.batch.packing import micro_batch
@@ -263,8 +265,13 @@ def test_gradients_do_not_depend_on_packing(model_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gradients_do_not_depend_on_the_number_of_ranks(model_path: Path, tmp_path: Path) -> None:
-    # Twice: 16 samples, and one sample, which leaves the second rank with an empty micro-batch.
-    config = ppo_config(model_path, num_workers=2, advantage={"gamma": 0.9, "gae_lambda": 0.7})
+    # Twice: 16 samples, and one sample, which leaves the second rank with an empty micro-batch. Tokens that are kept
+    # and weights are counted over all ranks.
+    correction = MISConfig(
+        low=0.9, high=1.1, rejected_denominator=RejectedDenominator.drop, self_normalize=SelfNormalize.mean_one
+    )
+    advantage = {"gamma": 0.9, "gae_lambda": 0.7}
+    config = ppo_config(model_path, num_workers=2, advantage=advantage, correction=correction)
     batches = [rewarded(), rewarded()[4:5]]
     shared = two_ranks(config, model_path, batches, tmp_path)
     for samples, (critic, policy) in zip(batches, shared, strict=True):
