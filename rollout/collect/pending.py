@@ -94,6 +94,9 @@ class ResponseState(TypedDict):
     """[R] float64, encoded like `tokens`; None if the engine returned none."""
     versions: list[list[int]]
     """[version, number of tokens] of every run of equal versions."""
+    sampled: NotRequired[str | None]
+    """[R] False where a rollout function wrote the token, bool encoded like `tokens`; None or absent: the model sampled
+    all."""
     supports: NotRequired[list[str] | None]
     """Sizes [R] and token ids [K] of the supports, encoded like `tokens`; None or absent without truncation."""
     ended: str | None
@@ -162,12 +165,14 @@ def _pack(response: PendingResponse) -> ResponseState:
     tokens = [] if so_far is None else so_far.token_ids
     logprobs = [] if so_far is None else so_far.logprobs
     versions = [] if so_far is None else so_far.token_versions
+    sampled = None if so_far is None else so_far.sampled
     supports = None if so_far is None else so_far.supports
     return ResponseState(
         seed=response.request.sampling.seed,
         tokens=_text(np.asarray(tokens, dtype="<i4")),
         logprobs=None if logprobs is None else _text(np.asarray(logprobs, dtype="<f8")),
         versions=[[version, len(list(run))] for version, run in groupby(versions)],
+        sampled=None if sampled is None else _text(np.asarray(sampled, dtype="?")),
         supports=None if supports is None else [_text(supports.sizes), _text(supports.token_ids)],
         ended=None if ended is None else ended.finish_reason.value,
         valid=response.sample is not None,
@@ -175,12 +180,14 @@ def _pack(response: PendingResponse) -> ResponseState:
 
 
 def _unpack(state: ResponseState, request: GenerateRequest) -> PendingResponse:
-    ended, logprobs, supports = state["ended"], state["logprobs"], state.get("supports")
+    ended, logprobs = state["ended"], state["logprobs"]
+    sampled, supports = state.get("sampled"), state.get("supports")
     generation = Generation(
         token_ids=_numbers(state["tokens"], "<i4").tolist(),
         logprobs=None if logprobs is None else _numbers(logprobs, "<f8").tolist(),
         token_versions=[version for version, count in state["versions"] for _ in range(count)],
         finish_reason=FinishReason.abort if ended is None else FinishReason(ended),
+        sampled=None if sampled is None else _numbers(sampled, "?").tolist(),
         supports=None if supports is None else Supports(*(_numbers(text, "<i4") for text in supports)),
     )
     if ended is not None:

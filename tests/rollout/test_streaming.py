@@ -337,6 +337,35 @@ def test_leftovers_of_another_config_begin_again(engine, change):  # noqa: F811
     assert collected.stats.metrics()["rollout/lag_max"] == 0
 
 
+class WithTools(Shuffled):
+    """Of every response the model sampled every other token only."""
+
+    def poll(self, timeout_s):
+        found = super().poll(timeout_s)
+        for _, generation in found:
+            generation.sampled = [place % 2 == 0 for place in range(len(generation.token_ids))]
+            generation.logprobs = [
+                logprob * sampled for logprob, sampled in zip(generation.logprobs, generation.sampled, strict=True)
+            ]
+        return found
+
+
+def test_a_checkpoint_keeps_which_tokens_a_tool_wrote(engine):  # noqa: F811
+    def begin():
+        return make(WithTools(engine, min), FixedCollectConfig(), max_lag_steps=1, unfinished=UnfinishedGroups.run)
+
+    collector, prompts = begin()
+    collector.collect(1, 0)
+    collector.finish(2, 0)  # a step ahead
+    state = json.loads(json.dumps([collector.state_dict(), prompts.state_dict()]))
+    whole = collector.collect(2, 1).groups
+    again, stream = begin()
+    stream.load_state_dict(state[1])
+    again.load_state_dict(state[0])
+    assert again.collect(2, 1).groups == whole
+    assert not all(s.response_mask[s.num_prompt_tokens :].all() for group in whole for s in group.samples)
+
+
 def test_a_step_sampled_ahead_has_the_weights_it_began_with(engine):  # noqa: F811
     sampler = Shuffled(engine, min)
     collector, prompts = make(sampler, DynamicCollectConfig(max_rounds=20), max_lag_steps=1)
