@@ -196,7 +196,7 @@ class Collector:
         """Continue with the unfinished groups of a checkpoint; the caller restores the prompt stream first.
 
         The responses start again from the prompt if the config allows no older tokens, or has another temperature,
-        truncation or group size.
+        truncation or group size, or allows fewer tokens than they have.
         """
         sampled = (state["temperature"], state.get("truncation", SamplingConfig().truncation))
         self._versions = {step: version for step, version in state["versions"]}

@@ -146,7 +146,8 @@ def unpack_groups(
     """The groups of a checkpoint; no engine has a request of theirs.
 
     `prompt(prompt_id)` finds a prompt; `request(prompt, sample index, seed)` makes a request. Unless `keeps_tokens`, or
-    if a group does not have `group_size` responses, all responses of the group start again from the prompt.
+    if a group does not have `group_size` responses, all responses of the group start again from the prompt. So does a
+    response with more tokens than the request now allows.
     """
     groups = []
     for state in states:
@@ -190,9 +191,10 @@ def _unpack(state: ResponseState, request: GenerateRequest) -> PendingResponse:
         sampled=None if sampled is None else _numbers(sampled, "?").tolist(),
         supports=None if supports is None else Supports(*(_numbers(text, "<i4") for text in supports)),
     )
-    if ended is not None:
+    room = request.sampling.max_new_tokens - len(generation.token_ids)
+    if ended is not None and room >= 0:
         return PendingResponse(request=request, generation=generation, is_done=not state["valid"])
-    if generation.token_ids and len(generation.token_ids) < request.sampling.max_new_tokens:
+    if ended is None and generation.token_ids and room > 0:
         request.resumed = generation
     return PendingResponse(request=request)
 

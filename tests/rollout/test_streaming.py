@@ -55,7 +55,7 @@ def make(
         prompts=prompts,
         scorer=scorer or SCORER,
         collect=collect,
-        sampling=SamplingConfig(max_new_tokens=MAX_NEW_TOKENS, **sampling),
+        sampling=SamplingConfig(**{"max_new_tokens": MAX_NEW_TOKENS} | sampling),
         plan=CollectPlan(
             prompts_per_step=num_prompts,
             group_size=GROUP_SIZE,
@@ -335,6 +335,23 @@ def test_leftovers_of_another_config_begin_again(engine, change):  # noqa: F811
     assert [group.prompt for group in collected.groups[:3]] == left
     assert collected.stats.samples_resumed == 0
     assert collected.stats.metrics()["rollout/lag_max"] == 0
+
+
+def test_leftovers_that_a_lower_limit_does_not_allow_begin_again(engine):  # noqa: F811
+    """Two tokens of every stopped response are known, and all of the ones that had ended."""
+    sampler = Shuffled(engine, max)
+    collector, prompts = partial(sampler)
+    collector.collect(1, 0)
+    known = [response.num_tokens for group in collector._pending for response in group.responses]
+    assert 2 in known and max(known) > 2
+    state = json.loads(json.dumps(collector.state_dict()))
+    again, _ = partial(sampler, max_new_tokens=2)
+    again._prompts.load_state_dict(prompts.state_dict())
+    again.load_state_dict(state)
+    sampler.version = 1
+    collected = again.collect(2, 1)
+    assert max(sample.num_response_tokens for group in collected.groups for sample in group.samples) == 2
+    assert collected.stats.samples_resumed == 0
 
 
 class WithTools(Shuffled):
