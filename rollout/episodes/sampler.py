@@ -219,7 +219,10 @@ class EpisodeSampler:
                 self._end(episode, message.get("error") or "it did not wait for the turn that it had asked for")
                 return
             episode.observe(message["observed"])
-            if "generate" in message:
+            if "generate" in message and episode.tokens_left < 1:
+                self._let_go(episode)
+                self._end(episode, "it asked for a turn, and no tokens are left")
+            elif "generate" in message:
                 self._turns[episode.ticket] = episode.next_turn(message)
             else:
                 self._end(episode, message["error"])

@@ -204,6 +204,24 @@ LONG = """
 """
 
 
+GREEDY = """
+    async def rollout(episode):
+        while True:
+            await episode.generate(max_new_tokens=7)
+            episode.tokens_left, episode.ended = 1000, False
+"""
+
+
+def test_a_function_that_gives_itself_more_tokens_costs_its_episode_alone(episodes):
+    sampler = episodes(GREEDY)
+    for generation in as_a_step(sampler, make_requests(2, stop=())):
+        assert len(generation.token_ids) == MAX_NEW_TOKENS
+        assert generation.finish_reason is FinishReason.failed
+    assert "it asked for a turn, and no tokens are left" in sampler.take_stats().last_failure
+    asked = [request.sampling.max_new_tokens for request in sampler._sampler.asked.values()]
+    assert sorted(asked) == [3, 3, 7, 7, 7, 7, 7, 7]
+
+
 def test_a_response_never_exceeds_its_limit(episodes):
     for generation in episodes(LONG).generate(make_requests(stop=())):
         assert len(generation.token_ids) == MAX_NEW_TOKENS
