@@ -30,6 +30,7 @@ from rollout.types import Sample
 from trainer.batch.train_batch import TokenScores, present
 from trainer.config.train import TrainConfig
 from trainer.policy.advantages import set_sample_advantages
+from trainer.policy.held_weights import held_scores
 from trainer.policy.step import step_loss
 from trainer.policy.train_report import RankReport
 
@@ -172,3 +173,23 @@ def test_a_rejected_token_does_not_come_back_through_the_kl(model_path: Path) ->
     assert logprobs.grad is not None
     assert logprobs.grad[first] == 0
     assert (logprobs.grad[micro.response_mask][1:] > 0).all()
+
+
+def test_every_scoring_is_at_the_sampling_temperature(model_path: Path) -> None:
+    """pi_old, pi_ref and the weights that the engines hold, here those of the trainer: one model, one temperature."""
+    config = config_with(model_path, IN_LOSS[0])
+    config.sampling.temperature = 0.5
+    batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+    [micro] = batch.ranks[0][0].micro_batches
+    with lone_worker(config, model_path) as worker:
+        [expected], [plain] = worker.logprobs([micro], 0.5), worker.logprobs([micro], 1.0)
+        worker._training.fill_old_logprobs(batch.ranks[0])
+        assert worker._reference is not None
+        worker._training.fill_ref_logprobs(batch.ranks[0], worker._reference)
+        lags = batch.samples.lags[micro.sample_numbers]
+        held = held_scores(worker._policy.model, micro, lags, config=config)
+        [by_default] = worker.logprobs([micro])
+    assert (expected - plain).abs().max() > 1e-3
+    for found in (present(micro.old_logprobs, "old"), present(micro.ref_logprobs, "ref"), by_default):
+        assert torch.equal(found, expected)
+    assert len(held.places) and torch.allclose(held.logprobs, expected[held.places], atol=1e-6)
