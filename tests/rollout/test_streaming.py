@@ -507,3 +507,6 @@ def test_config_rules():
     with pytest.raises(ValueError, match=r"max_partial_age must be >= collect\.over_sampling - 1 \(1\.5\)"):
         FixedCollectConfig(partial=True, over_sampling=2.5)
     assert replace(PARTIAL, over_sampling=2.5, max_partial_age=2).partial
+    for temperature in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="temperature must be > 0"):
+            SamplingConfig(temperature=temperature)
