@@ -156,3 +156,19 @@ def test_every_key_of_the_kl_in_the_loss_changes_the_gradient(change: dict[str, 
     base = ReferenceKLConfig(coef=1.0)
     found = [step_gradient(PPOClipConfig(), reference=each) for each in (base, replace(base, **change))]
     assert not torch.equal(*found)
+
+
+def test_the_kl_in_the_loss_has_the_weight_of_its_token_and_a_rejected_token_has_none() -> None:
+    def of_kl(correction: CorrectionConfig) -> torch.Tensor:
+        """The part of the KL in the gradient with respect to log-probs [T]."""
+        reference = ReferenceKLConfig(coef=1.0)
+        whole, without = (step_gradient(PPOClipConfig(), correction, each) for each in (reference, None))
+        return (whole - without)[0]
+
+    plain, masked = of_kl(RecomputeConfig()), of_kl(MISConfig(low=0.9, high=1.1, reject=RejectConfig()))
+    weights = (masked / plain)[plain.abs() > 1e-5]
+    kept = weights[weights != 0]
+    assert 0 < len(kept) < len(weights)
+    assert ((kept > 0.89) & (kept < 1.11)).all() and (kept - 1).abs().max() > 0.02
+    unweighted = of_kl(CustomConfig(reject=RejectConfig(token_ratio=[0.9, 1.1])))
+    assert torch.equal(unweighted, torch.where(masked == 0, 0.0, plain))
