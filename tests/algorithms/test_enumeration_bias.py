@@ -198,6 +198,16 @@ def test_what_removes_bias_adds_variance() -> None:
     assert deviation(TISConfig(level=Level.sequence)) < 0.9 * deviations[-1]
 
 
+def test_a_larger_mismatch_makes_an_unbounded_weight_noisier() -> None:
+    for seed in range(8):
+        deviations = [
+            relative_deviation(random_case(seed, noise=noise, length=4), VanillaISConfig(level=Level.sequence))
+            for noise in (0.1, 0.2, 0.5, 1.0)
+        ]
+        assert deviations == sorted(deviations), seed
+        assert deviations[-1] > 2 * deviations[0], seed
+
+
 def test_the_deviation_is_that_of_the_gradients_response_by_response() -> None:
     case = random_case(2, noise=0.5, length=2)
     config = TISConfig(level=Level.prefix)
