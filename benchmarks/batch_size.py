@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from rollout.config import DType, TorchEngineConfig
 from rollout.data.tokenizer import load_tokenizer
 from rollout.data.word_problems import word_problems
 from rollout.torch.engine import TorchEngine
-from rollout.types import GenerateRequest, SamplingParams
+from rollout.types import GenerateRequest, Generation, SamplingParams
 from rollout.weights.packing import DTYPES
 from trainer.run.smollm2 import build_smollm2
 
@@ -43,23 +44,34 @@ def load(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def answered(path: Path, *, prompts: int) -> list[tuple[list[int], int]]:
-    """(token ids, number of tokens of the prompt) of one response to each problem, sampled by the embedded engine."""
+def questions(path: Path, numbers: range) -> list[GenerateRequest]:
+    """A request for MAX_NEW_TOKENS tokens, at temperature 1, to each word problem of two steps with these numbers."""
     tokenizer, requests = load_tokenizer(path), []
-    for number, row in zip(range(prompts), word_problems("two_steps", "train"), strict=False):
+    for number, row in zip(numbers, islice(word_problems("two_steps", "train"), numbers.start, None), strict=False):
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": row["question"]}], add_generation_prompt=True, tokenize=False
         )
         prompt = tokenizer.encode(str(text), add_special_tokens=False)
         sampling = SamplingParams(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, seed=number, stop_token_ids=())
         requests.append(GenerateRequest(prompt_id=number, sample_index=0, prompt_token_ids=prompt, sampling=sampling))
-    engine = TorchEngine(TorchEngineConfig(dtype=DType.bfloat16), index=0, device="cpu", num_threads=None)
+    return requests
+
+
+def responses(path: Path, requests: Sequence[GenerateRequest], *, dtype: DType) -> list[Generation]:
+    """The responses of the embedded engine, computed in `dtype`."""
+    engine = TorchEngine(TorchEngineConfig(dtype=dtype), index=0, device="cpu", num_threads=None)
     engine.start(path)
     generations = engine.generate(requests)
     engine.stop()
+    return generations
+
+
+def answered(path: Path, *, prompts: int) -> list[tuple[list[int], int]]:
+    """(token ids, number of tokens of the prompt) of one response in bfloat16 to each problem."""
+    requests = questions(path, range(prompts))
     return [
         (request.prompt_token_ids + generation.token_ids, len(request.prompt_token_ids))
-        for request, generation in zip(requests, generations, strict=True)
+        for request, generation in zip(requests, responses(path, requests, dtype=DType.bfloat16), strict=True)
     ]
 
 

@@ -8,7 +8,7 @@ rank and one torch engine in this process with one thread, without Ray, but othe
 `trainer/run/loop.py`. Words KEY=VALUE are added to every run. A run that is in DIR already is not repeated. Prints
 Markdown.
 
-K3        mean over the first three steps, whose policy has hardly moved; tis, mean of the seeds
+K3        mean over the first three steps, whose policy has hardly moved; tis, by seed
 final     greedy accuracy on the held-out problems after the last step, of the policy's own weights, not quantised
 lowest    least accuracy of the samples of a step after the first ten, as the engine sampled them
 gradient  norm before clipping, all optimizer steps of all seeds
@@ -274,10 +274,9 @@ def outcome(path: Path, words: Sequence[str], *, steps: int) -> Outcome:
 
 
 def k3_table(folder: Path, words: Sequence[str], *, seeds: int) -> None:
-    """One short run per precision and seed."""
-    found = {}
-    for name, precision in PRECISIONS.items():
-        runs = [
+    """One short run per precision and seed: K3 of each seed, and the mean over that of bfloat16."""
+    found = {
+        name: [
             outcome(
                 folder / f"k3-{name}-{seed}.json",
                 [*SETTING, *precision, "correction=tis", *words, f"run.seed={seed}"],
@@ -285,11 +284,17 @@ def k3_table(folder: Path, words: Sequence[str], *, seeds: int) -> None:
             )
             for seed in range(seeds)
         ]
-        found[name] = statistics.fmean(value for run in runs for value in run.k3 if value is not None)
-    say("| engine | K3 | times bfloat16 |")
-    say("|---|--:|--:|")
-    for name, value in found.items():
-        say(f"| {name} | {value:.1e} | {value / found['bfloat16']:.2g} |")
+        for name, precision in PRECISIONS.items()
+    }
+    k3 = {
+        name: [statistics.fmean(value for value in run.k3 if value is not None) for run in runs]
+        for name, runs in found.items()
+    }
+    say(f"| engine | {' | '.join(f'seed {seed}' for seed in range(seeds))} | times bfloat16 |")
+    say(f"|---|{'--:|' * seeds}--:|")
+    for name, values in k3.items():
+        times = statistics.fmean(values) / statistics.fmean(k3["bfloat16"])
+        say(f"| {name} | {' | '.join(f'{value:.2e}' for value in values)} | {times:.2g} |")
     say("")
 
 
