@@ -13,8 +13,8 @@ page and file differ. A claim has one of these tables, which says how it is judg
     proof     tests: functions of tests/ that enumerate, count or compare bits, as file::function
     not_run   why
 
-A claim may also have a premise, an order: where it is not confirmed the claim was not tested. A side has a value per
-seed (`values`), or `lowest` and `highest` of so many `seeds` where no more was kept.
+A claim may also have a premise, an order or an event: where that is not confirmed the claim was not tested. A side has
+a value per seed (`values`), or `lowest` and `highest` of so many `seeds` where no more was kept.
 """
 
 from __future__ import annotations
@@ -296,6 +296,11 @@ JUDGES: Mapping[str, Callable[[Mapping[str, Any]], Judge]] = {
 }
 
 
+def _judge(table: Mapping[str, Any]) -> Judge:
+    [kind] = JUDGES.keys() & table.keys()
+    return JUDGES[kind](table[kind])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """What was run, and where its numbers stand in full."""
@@ -318,20 +323,18 @@ class Claim:
     judge: Judge
     run: Run | None
     measured: str = ""
-    premise: Order | None = None
+    premise: Judge | None = None
     note: str = ""
 
     @classmethod
     def read(cls, table: Mapping[str, Any], runs: Mapping[str, Run]) -> Claim:
         """Raises ValueError, with the claim, for a table that cannot be judged."""
         try:
-            [kind] = JUDGES.keys() & table.keys()
-            texts = {key: value for key, value in table.items() if key not in (kind, "run", "premise")}
             return cls(
-                judge=JUDGES[kind](table[kind]),
+                judge=_judge(table),
                 run=runs[table["run"]] if "run" in table else None,
-                premise=Order.read(table["premise"]) if "premise" in table else None,
-                **texts,
+                premise=_judge(table["premise"]) if "premise" in table else None,
+                **{key: value for key, value in table.items() if key not in (*JUDGES, "run", "premise")},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"seeds.toml: {table.get('says')!r}: {type(error).__name__}: {error}") from error
