@@ -179,7 +179,7 @@ def test_every_scoring_is_at_the_sampling_temperature(model_path: Path) -> None:
     """pi_old, pi_ref and the weights that the engines hold, here those of the trainer: one model, one temperature."""
     config = config_with(model_path, IN_LOSS[0])
     config.sampling.temperature = 0.5
-    batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+    batch = pack_samples([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
     [micro] = batch.ranks[0][0].micro_batches
     with lone_worker(config, model_path) as worker:
         [expected], [plain] = worker.logprobs([micro], 0.5), worker.logprobs([micro], 1.0)
