@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from policy_cases import make_config, make_samples
+from test_packing import pack_samples
 
 from algorithms.config import (
     Aggregation,
@@ -36,7 +37,6 @@ from algorithms.config import (
 from algorithms.config.correction import CORRECTIONS, CustomConfig, MISBound
 from algorithms.config.loss import LOSSES
 from algorithms.correction import correct
-from trainer.batch.packing import pack
 from trainer.batch.train_batch import TokenScores
 from trainer.policy.step import compared_logprobs, correction_counts, step_factor, step_loss
 
@@ -97,7 +97,7 @@ def step_gradient(
     config = replace(
         make_config(Path("model"), loss=loss, correction=correction), reference=reference or ReferenceKLConfig()
     )
-    [mini] = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0]
+    [mini] = pack_samples([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0]
     [micro] = mini.micro_batches
     mask, generator = micro.response_mask, torch.Generator().manual_seed(0)
     # From sequence to sequence the policies are further apart, up to one nat.
