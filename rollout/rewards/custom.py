@@ -2,11 +2,12 @@
 
 The names of the function's parameters select the values that it receives:
 
-    def reward(response, answer): ...                   one response; also prompt=, row=
-    def reward(responses, answers): ...                 many at once; also prompts=, rows=; returns a list
+    def reward(response, answer): ...                   one response; also raw_response=, prompt=, row=
+    def reward(responses, answers): ...                 many at once; also raw_responses=, prompts=, rows=
     async def reward(response, answer): ...             many at once, concurrently
 
-where `row` is a dict of the other columns of the prompt's row. The function returns a bool (correct or not), a number
+where `raw_response` is the response with its special tokens, and `row` a dict of the other columns of the prompt's row.
+A function of many responses returns a list. For each, the function returns a bool (correct or not), a number
 (the reward), or a dict with "score" and optionally "correct" (bool) and further numbers, which become metrics
 reward/<key> and eval/<key> under names that Parity does not use itself. The function is user code and runs with the
 user's rights.
@@ -29,8 +30,8 @@ from rollout.data.data_files import plain_text
 from rollout.processes.child_process import described
 from rollout.processes.custom_code import load_function
 
-ONE = {"response": "response", "answer": "answer", "prompt": "prompt", "row": "row"}
-MANY = {"responses": "response", "answers": "answer", "prompts": "prompt", "rows": "row"}
+ONE = {"response": "response", "raw_response": "raw_response", "answer": "answer", "prompt": "prompt", "row": "row"}
+MANY = {f"{name}s": name for name in ONE}
 """List parameter of a custom function -> key of an item; the values of all items make up the list."""
 ELSEWHERE = {
     "solution_str": "response",

@@ -75,8 +75,16 @@ class Scorer:
     knows what ended its worker, the response has no reward (`sample.reward` stays None). All of these are counted.
     """
 
-    def __init__(self, config: RewardConfig, *, max_new_tokens: int, decode: Callable[[list[int]], str]) -> None:
-        """`decode` turns response token ids into text without special tokens.
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        max_new_tokens: int,
+        decode: Callable[[list[int]], str],
+        decode_raw: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        """`decode` turns response token ids into text without special tokens, `decode_raw` into text with them; None is
+        `decode`, for tokens among which none is special.
 
         Raises ValueError for an unknown reward.function or a buffer that leaves no unpenalised length.
         """
@@ -90,7 +98,7 @@ class Scorer:
         self._config = config
         self._rule = RULES.get(config.function)
         self._max_new_tokens = max_new_tokens
-        self._decode = decode
+        self._decode, self._decode_raw = decode, decode_raw or decode
         self._pool = reward_pool(config)
         self._keys = itertools.count()
         self._waiting: dict[int, Sample] = {}
@@ -115,10 +123,12 @@ class Scorer:
     def submit(self, prompt: Prompt, sample: Sample) -> None:
         """Begin to score `sample`; `poll` returns the sample when it is scored."""
         # The text begins at the first sampled token: outputs of tools belong to the response too.
-        sample.text = self._decode(sample.token_ids[sample.num_prompt_tokens :].tolist())
+        tokens = sample.token_ids[sample.num_prompt_tokens :].tolist()
+        sample.text = self._decode(tokens)
         key = next(self._keys)
         self._waiting[key] = sample
-        self._pool.submit(key, _item(prompt, sample.text, with_row=self._rule is None))
+        raw = self._decode_raw(tokens) if self._rule is None else None
+        self._pool.submit(key, _item(prompt, sample.text, raw=raw))
 
     def poll(self, timeout_s: float) -> list[Sample]:
         """The samples that were scored since the last call; waits at most `timeout_s` seconds for the first.
@@ -214,7 +224,8 @@ def try_reward(config: RewardConfig, prompt: Prompt) -> str:
     cannot be used, with the response; "" if it gave a reward to each.
     """
     responses = (prompt.answer, WRONG_RESPONSE, "")
-    items = [_item(prompt, response, with_row=is_custom(config.function)) for response in responses]
+    is_own = is_custom(config.function)
+    items = [_item(prompt, response, raw=response if is_own else None) for response in responses]
     try:
         outcomes = judged(replace(config, num_workers=1), items)
     except RewardPoolError as error:
@@ -223,11 +234,15 @@ def try_reward(config: RewardConfig, prompt: Prompt) -> str:
     return next((f"{message}, for the response {plain_text(response)!r}" for response, message in reasons), "")
 
 
-def _item(prompt: Prompt, response: str, *, with_row: bool) -> dict[str, Any]:
-    """The message to a worker. Rows can be large, and the built-in rules do not read them."""
+def _item(prompt: Prompt, response: str, *, raw: str | None) -> dict[str, Any]:
+    """The message to a worker.
+
+    A function of the user's own gets the text `raw` of the response, with special tokens, and the row, which can be
+    large; None is for the built-in rules, which read neither.
+    """
     texts = {"response": response, "answer": prompt.answer, "prompt": prompt.text}
     item: dict[str, Any] = {name: plain_text(text) for name, text in texts.items()}
-    return item | ({"row": prompt.row} if with_row else {})
+    return item if raw is None else item | {"raw_response": plain_text(raw), "row": prompt.row}
 
 
 def overlong_penalty(num_tokens: int, *, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:

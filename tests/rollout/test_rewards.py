@@ -180,6 +180,24 @@ def test_a_function_of_ones_own_is_given_the_row(tmp_path, source):
         assert [sample.reward_parts for sample in group.samples] == [{"n": 2.0}, {"n": 2.0}]
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def reward(raw_response, response): return float(raw_response == f'<{response}>')",
+        "def reward(raw_responses, responses): return [float(r == f'<{t}>') for r, t in zip(raw_responses, responses)]",
+    ],
+)
+def test_a_function_of_ones_own_can_ask_for_the_text_with_special_tokens(tmp_path, source):
+    (tmp_path / "own_raw_reward.py").write_text(source, encoding="utf-8")
+    group = make_group([[4, 2], [7]], answer="42")
+    config = RewardConfig(function=f"{tmp_path}/own_raw_reward.py:reward", num_workers=1)
+    raw = {"decode": as_digits, "decode_raw": lambda tokens: f"<{as_digits(tokens)}>"}
+    with closing(Scorer(config, max_new_tokens=5, **raw)) as scorer:
+        scorer.score([group])
+    assert group.rewards == [1.0, 1.0]
+    assert try_reward(config, group.prompt) == ""
+
+
 def test_scoring_a_few_groups_leaves_other_samples_to_poll():
     group = make_group([[4, 2], [4, 3]], answer="42")
     with closing(Scorer(RewardConfig(num_workers=1), max_new_tokens=5, decode=as_digits)) as scorer:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from policy_cases import full_gradient, lone_worker, make_config, make_samples, save_policy, save_untied
 from safetensors.torch import load_file, save_file
+from test_packing import pack_samples
 
 from algorithms.config import AdvantageConfig, Estimator
-from trainer.batch.packing import micro_batch, pack
+from trainer.batch.packing import micro_batch
 from trainer.policy.model import empty_causal_lm, full_tensors, load_causal_lm, weight_files
 from trainer.scoring.attention import Segments
 
@@ -67,7 +68,7 @@ def test_the_token_of_the_padding_learns_as_any_other(tmp_path: Path, tied: bool
         (path / "config.json").write_text(json.dumps(described | {"pad_token_id": None} | ids))
         advantage = AdvantageConfig(estimator=Estimator.gae)
         config = make_config(path, num_workers=1, advantage=advantage, mini_batch_prompts=4)
-        batch = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0)
+        batch = pack_samples([samples], num_ranks=1, max_tokens=1000, policy_version=0)
         with lone_worker(config, path) as worker:
             worker.train(batch.ranks[0], batch.samples, 1)
             gradients.append([full_gradient(part.model) for part in worker._learnt().values()])

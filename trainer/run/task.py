@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -156,8 +157,8 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     if problems:
         raise StartError(*problems)
 
-    def decode(token_ids: list[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+    def decode(token_ids: list[int], *, raw: bool = False) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=not raw))
 
     # A model that Parity makes differs in its last bits from machine to machine. Only an adapter needs the very same.
     has_mark = isinstance(config.model, HFModelConfig) or config.policy.lora.rank > 0
@@ -168,7 +169,12 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         dataset=dataset,
         stop_token_ids=stop_ids,
         past_end=past_end,
-        scorer=Scorer(config.reward, max_new_tokens=config.sampling.max_new_tokens, decode=decode),
+        scorer=Scorer(
+            config.reward,
+            max_new_tokens=config.sampling.max_new_tokens,
+            decode=decode,
+            decode_raw=partial(decode, raw=True),
+        ),
         model_mark=model_mark(model_path) if has_mark else None,
     )
 
