@@ -93,10 +93,9 @@ class SourceReport:
             every = _SHARD.sub(r"-*-of-\g<count>.", self.source)
             lines.append(f"{self.source}: one of {int(shard['count'])} files of its data set; {every} names them all")
         if self.unread:
-            lines.append(
-                f"{self.source}: columns with text that is in no prompt: {', '.join(self.unread)}. If one belongs "
-                f"there, name it, for example data.prompt_key={self.columns.prompt_key}+{self.unread[0]}"
-            )
+            hint = f". If one belongs there, name it: data.prompt_key={self.columns.prompt_key}+COLUMN"
+            hint = "" if self.has_messages else hint
+            lines.append(f"{self.source}: columns with text that is in no prompt: {', '.join(self.unread)}{hint}")
         if self.num_told_apart:
             lines.append(
                 f"{self.source}: {self.num_told_apart:,} rows have prompt and answer of another row and are kept: they "

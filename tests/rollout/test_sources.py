@@ -178,7 +178,7 @@ def test_a_rule_sees_prompt_and_answer_alone(tmp_path, tokenizer):
 def test_a_layout_names_the_columns_with_text_that_it_leaves_out(tmp_path, tokenizer, row, unread):
     source = write_rows(tmp_path / "rows.jsonl", [row])
     notes = load_dataset(config(source), tokenizer).notes
-    assert any(f"columns with text that is in no prompt: {unread}. If one" in note for note in notes)
+    assert any(f"columns with text that is in no prompt: {unread}. If one belongs there" in note for note in notes)
     given = config(source, prompt_key="answer", answer_key="answer")
     assert not any("in no prompt" in note for note in load_dataset(given, tokenizer).notes)
 
