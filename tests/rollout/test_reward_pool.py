@@ -236,7 +236,7 @@ def test_a_function_for_many_that_forgets_one_fails_for_all(pool_of):
     ("source", "message"),
     [
         ("def other(response): return 1.0", "has no function 'reward'; it has other"),
-        ("def reward(answer, text): return 1.0", "its parameters must be some of response, answer, prompt"),
+        ("def reward(answer, text): return 1.0", "its parameters must be some of response, raw_response, answer"),
         ("def reward(response, answers): return 1.0", "its parameters must be some of"),
         (
             "def reward(data_source, solution_str, ground_truth): return 1.0",  # verl

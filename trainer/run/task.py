@@ -47,9 +47,9 @@ class Task:
     tokenizer: PreTrainedTokenizerBase
     dataset: Dataset
     stop_token_ids: tuple[int, ...]
-    past_end: int | None
-    """Token with which the chat template ends an answer, if no response ends there."""
     scorer: Scorer
+    past_end: int | None = None
+    """Token with which the chat template ends an answer, if no response ends there."""
     model_mark: str | None = None
     """Tells the weights of the model apart from others; None of a model that Parity makes and trains as a whole."""
 
