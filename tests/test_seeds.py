@@ -49,6 +49,11 @@ def test_the_page_of_a_run_has_the_numbers_of_its_claims() -> None:
     assert len(absent) > 30 and not any(absent.values()), absent
 
 
+def test_every_number_has_a_run() -> None:
+    """With command, date, revision and machine."""
+    assert not [claim.says for claim in read(TEXT)[1] if sides(claim.judge) and claim.run is None]
+
+
 def changed(number: str) -> str:
     """The file with another last digit of one number."""
     digits, e, exponent = number.partition("e")
