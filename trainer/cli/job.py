@@ -151,8 +151,9 @@ def load_tasks(resolution: Resolution) -> tuple[list[str], list[str]]:
                 found |= dict.fromkeys(redact_text(str(problem)) for problem in error.problems)
         elif isinstance(config.data, FileDataConfig):
             sources = (config.data.train_path, config.data.eval_path, *config.eval.sets.values())
-            notes += [f"{source} is on the hub: not read now" for source in sources if not is_local(source)]
-            notes.append("the model is not on this disk: prompts are not in its template, and their lengths not known")
+            notes += [f"{source} is on the hub: not read now" for source in sources if not is_local(source)] or [
+                "the model is not on this disk: prompts are not in its template, and their lengths not known"
+            ]
     return list(found), notes
 
 
