@@ -21,6 +21,8 @@ FRACTION = "`\\dfrac`, `\\tfrac` and short forms are `\\frac{}{}`"
 UNIT = "a unit that verl's list has not, or not in this form"
 SEVERAL = "several answers are not one: reading the first of them would pay for guessing"
 LIST = "verl removes all commas between digits, so that the pair 1, 2 is the number 12"
+APART = "verl removes all spaces, so that 2 3/4 is 23/4"
+SIGN = "verl drops the sign in front of the formula"
 REPEATING = "verl drops the line over repeating digits, so that 0.3 is 1/3"
 TURN = "verl's reward manager cuts this token off before it calls the scorer"
 
@@ -81,6 +83,11 @@ FORMS = (
     Form("Answer: 1 234", "1234"),
     Form("Answer: 1\\,234", "1234", NUMBER),
     Form("Answer: 1,2", "1, 2"),
+    Form("Answer: 2 3/4", "23/4", APART),
+    Form("Answer: 5 6", "56", APART),
+    Form("Answer: 100, 200", "100200", LIST),
+    Form("Answer: -$6$", "-6", SIGN),
+    Form("Answer: -$6$", "6", SIGN),
     Form("Answer: 1, 2", "12", LIST),
     Form("Answer: 12", "1,2", LIST),
     Form("Answer: 1 \\text{ and } 2", "1,2"),

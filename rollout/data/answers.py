@@ -30,35 +30,67 @@ _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w
 _MONEY = r"(?:\\?[$€£¥])?"
 _RAISED = "\u00b2\u00b3\u00b9\u2070-\u2079\u00bc-\u00be\u2150-\u215e"
 """Exponents and fractions of one character, for a class of characters: 18² and 2½ are not 18 and 2."""
+_OPERATOR = "[\u00b1\u00d7\u00f7\u00b7\u22c5\u2219\u2022\u2715\u2044\u2215\u2236\u02c6\uff0f]"
+_PART = "\u03c0\u207f"
+"""Pi and the sign of a power, for a class of characters."""
+_GOES_ON = (
+    rf"[ \t]*(?:[{_RAISED}{_PART}\u221a]|\\(?:[dtc]?frac|nicefrac|sfrac|sqrt|pi|pm|binom)"
+    rf"|(?:{_OPERATOR}|~|\\?,|\\[;: ]|x)[ \t]*[0-9(]"
+    r"|['\u2019_\uff0c\u2009][0-9])|x[0-9A-Fa-f]|[ \t]+(?:(?:or|and|to)[ \t]+)?[0-9]"
+)
+"""What makes another number, or two, of what stands before it: 2\\frac{1}{2}, 2π, 3·4, 1'800, 18 to 20, 18, 20."""
 _NUMBER = re.compile(
     rf"[-+]?{_MONEY}[-+]?{_DIGITS}"
     # The number must end here: "3/4" is not 3, "18 * 2" and 18:30 are not 18, "1.2.3" is not 1.2, "1,23" is not 1.
-    rf"(?![0-9{_RAISED}/]|[.,:][0-9]|[eE][-+]?[0-9]|[ \t]*\^|\*[A-Za-z(\\]"
-    r"|[ \t]*(?:[-+*/\u00d7\u00f7\u2010-\u2015]|\\times|\\cdot|\\div)+[ \t]*[0-9(\\]|[ \t]+(?:or[ \t]+)?[0-9])"
+    rf"(?![0-9{_RAISED}/]|[.,:][0-9]|[eE][-+]?[0-9]|[ \t]*\^|\*[A-Za-z(\\]|{_GOES_ON}"
+    r"|[ \t]*(?:[-+*/\u00d7\u00f7\u2010-\u2015]|\\times|\\cdot|\\div)+[ \t]*[0-9(\\])"
 )
 _LEADING = re.compile(r"(?:[\s*_`(\[{$\\]|boxed|fbox|text(?:bf)?|math(?:bf|rm))*")
 _FREE_NUMBER = re.compile(
     # No answer: the power of a unit or of a variable, and an index.
     r"(?<![A-Za-z])(?:[mcdk]?m|in|ft|yd|mi)[23](?![0-9])|(?<=[A-Za-z)\]}])\^\{?[-+]?[0-9.]+|_\{?[0-9]+"
     # An answer that is not one number.
-    r"|(?P<other>\\[dt]?frac\s*(?:\{[^{}]*\}|[0-9])\s*(?:\{[^{}]*\}|[0-9])|(?:\\sqrt|√)\s*\{?[0-9]+"
+    r"|(?P<other>\\(?:[dtc]?frac|nicefrac|sfrac|binom)\s*(?:\{[^{}]*\}|[0-9])\s*(?:\{[^{}]*\}|[0-9])"
+    r"|(?:\\sqrt(?:\[[0-9]+\])?|[√∛∜])\s*\{?[0-9]+"
     rf"|[\u00bc-\u00be\u2150-\u215e])"
-    rf"|(?P<number>(?:(?<![\w)\]}}.-])[-+])?(?:\\?[$€£¥][-+]?)?{_DIGITS}(?:[eE][-+]?[0-9]{{1,2}}(?![0-9]))?)"
-    # What makes another number of it: 1/2, 10^3, 10:30, 1.2.3, 2².
-    rf"(?P<joined>(?:(?:[ \t]*(?:/|\^\{{?)[ \t]*|\*\*|[:.]|[eE])[-+]?[0-9]+)+|[{_RAISED}])?"
+    rf"|(?P<number>(?:(?<![\w)\]}}.-])[-+])?(?:\\?[$€£¥][-+]?[ ]?)?{_DIGITS}(?:[eE][-+]?[0-9]{{1,2}}(?![0-9]))?)"
+    # What makes another number of it: 1/2, 10^3, 10:30, 1.2.3, 1,00,000, 1'800, 2², 2π.
+    rf"(?P<joined>(?:(?:[ \t]*(?:\\?/|\^\{{?|{_OPERATOR})[ \t]*|[ \t]?\*\*[ \t]?|[ \t]:[ \t]|[:.,eE'\u2019_\uff0c])"
+    rf"[-+]?[0-9]+)+|[ \t]*(?:[{_RAISED}{_PART}]|\\pi))?"
 )
 _DAPO_ANSWER = re.compile(r"answer[*_`\s]*:(?:[*_`}\s]|\\\[|\$\$)*", re.IGNORECASE)
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
+STATEMENT = re.compile(r"####|<<|^\s*[\[{]\s*\"|\banswer\b\s*(?:is\b|[:=])", re.IGNORECASE)
+"""What makes a reference more than an answer: the solution of GSM8K, JSON, a sentence about the answer."""
+_OPENS_LINE = re.compile(rf"(?:^|[\n>\]\uff5c\u25b7])\s*(?:{_OPENS})", re.IGNORECASE)
+
+
 def stated(response: str, prompt: str = "") -> str | None:
     """What the response says after its thoughts; None if it ends inside of a thought, which states no answer.
 
-    A thought is opened by the response, or by a prompt that ends with one of THOUGHT_MARKS, as chat templates do.
+    A thought is opened by the response, or by a prompt: chat templates write one of THOUGHT_MARKS at its end, and a
+    message that goes on may begin with one. A mark in the middle of a line is an instruction about thoughts.
     """
     if marks := list(_THOUGHT.finditer(response)):
         return None if marks[-1]["opens"] else response[marks[-1].end() :]
-    return None if prompt.rstrip()[-TAIL_CHARS:].lower().endswith(THOUGHT_MARKS) else response
+    asked = list(_THOUGHT.finditer(prompt))
+    if not asked or not asked[-1]["opens"]:
+        return response
+    ends_so = not prompt[asked[-1].end() :].strip()
+    return None if ends_so or _OPENS_LINE.match(prompt, max(0, asked[-1].start() - 1)) else response
+
+
+_WORD = re.compile(r"^[\w.,]*")
+
+
+def _tail(text: str, most: int) -> str:
+    """The last `most` characters at most, without a word or a number that they would cut."""
+    if len(text) <= most:
+        return text
+    end = text[-most:]
+    return end if text[-most - 1].isspace() else _WORD.sub("", end, count=1)
 
 
 def plain_signs(text: str) -> str:
@@ -79,7 +111,7 @@ def to_number(text: str, *, whole: bool) -> Decimal | None:
 
 def _value(written: str) -> Decimal | None:
     """The value of a number as it is written; None for two signs."""
-    text = re.sub(r"[,\\$€£¥]", "", written)
+    text = re.sub(r"[,\\$€£¥ ]", "", written)
     return None if text.startswith(("--", "-+", "+-", "++")) else Decimal(text)
 
 
@@ -89,7 +121,7 @@ def marked_number(response: str) -> str | None:
     Signs of currency, thousands commas and ornaments around the number are removed. Source: the format of GSM8K (Cobbe
     et al., arXiv:2110.14168).
     """
-    _, mark, tail = response[-TAIL_CHARS:].rstrip("# \t\r\n").rpartition(ANSWER_MARK)
+    _, mark, tail = _tail(response, TAIL_CHARS).rstrip("# \t\r\n").rpartition(ANSWER_MARK)
     number = to_number(_LEADING.sub("", tail, count=1), whole=False) if mark else None
     return None if number is None else plain_number(number)
 
@@ -97,7 +129,7 @@ def marked_number(response: str) -> str | None:
 def last_number(response: str) -> str | None:
     """The last number of the response's end, whatever text surrounds it; None if it is part of another, as 2 of 1/2."""
     found = None
-    for each in _FREE_NUMBER.finditer(plain_signs(response[-TAIL_CHARS:])):
+    for each in _FREE_NUMBER.finditer(plain_signs(_tail(response, TAIL_CHARS))):
         found = each if each["number"] or each["other"] else found
     if found is None or found["other"] or found["joined"]:
         return None
@@ -121,7 +153,7 @@ def boxed_or_tail(response: str) -> str | None:
     r"""The boxed expression as \boxed{...}, or the end of the response, in which math-verify then searches."""
     found = boxed(response)
     if found is None:
-        return plain_signs(response[-TAIL_CHARS:]).strip() or None
+        return plain_signs(_tail(response, TAIL_CHARS)).strip() or None
     return f"\\boxed{{{plain_signs(found)}}}" if 0 < len(found) <= MAX_EXPRESSION_CHARS else None
 
 
@@ -130,7 +162,7 @@ def dapo_answer(response: str) -> str | None:
 
     Source: DAPO, arXiv:2503.14476, whose prompt asks for a last line of the form "Answer: $Answer".
     """
-    tail = response[-TAIL_CHARS:].translate(_PLAIN)
+    tail = _tail(response, TAIL_CHARS).translate(_PLAIN)
     lines = (tail[found.end() :].partition("\n")[0] for found in reversed(list(_DAPO_ANSWER.finditer(tail))))
     line = next(filter(None, lines), None) or boxed(tail)
     return None if line is None else normalise(line) or None
@@ -138,6 +170,12 @@ def dapo_answer(response: str) -> str | None:
 
 _TURN_END = re.compile(r"<\|\w+\|>.*", re.DOTALL)
 _MATHS = re.compile(r"([^$]*)\$([^$]+)\$([^$]*)")
+_MEANS = re.compile(r"[0-9<>√≤≥≠±/]|\b(?:not|minus|negative|or)\b")
+"""What in the text around $...$ belongs to the answer."""
+_TWO_NUMBERS = re.compile(r"[0-9],\s+[0-9]")
+_THOUSANDS_APART = re.compile(r"(?<![0-9])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
+_LOOSE_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
+"""Every space but those between two numbers: 2 3/4 is not 23/4."""
 _UNIT_POWER = re.compile(r"\^\{?[23]\}?")
 _ARTICLE = re.compile(r"\ban?\s+")
 _AND = re.compile(r",?\s*\\text\s*\{\s*and\s*\}")
@@ -170,16 +208,19 @@ def normalise(answer: str) -> str:
     text = text.rsplit("=", 1)[-1]
     if text.count("$") % 2 and not text.lstrip().startswith("$"):  # "$x = 34$" without what precedes "="
         text = f"${text}"
-    maths = _MATHS.fullmatch(text)
-    if maths and not re.search("[0-9]", _UNIT_POWER.sub("", maths[1] + maths[3])):
-        text = maths[2]
+    if maths := _MATHS.fullmatch(text):
+        before, sign, _ = maths[1].rstrip().rpartition("-") if maths[1].rstrip().endswith("-") else (maths[1], "", "")
+        if not _MEANS.search(_UNIT_POWER.sub("", f"{before} {maths[3]}")):
+            text = sign + maths[2]
     text = _METRES.sub("", _AND.sub(",", _ARTICLE.sub("", text)))
     text = _TEXT.sub(r" \1\2 ", text)
     for short, whole in _SHORT_FORMS:
         text = short.sub(whole, text)
     text = _SPACES.sub(" ", _ORNAMENTS.sub("", text)).rstrip(".,; ")
-    text = _UNITS.sub("", text).replace(" ", "")
-    number = to_number(text, whole=True)
+    text = _UNITS.sub("", text)
+    is_list = _TWO_NUMBERS.search(text) is not None
+    text = _LOOSE_SPACE.sub("", _THOUSANDS_APART.sub(lambda found: found[0].replace(" ", ""), text))
+    number = None if is_list else to_number(text, whole=True)
     return (text if number is None else plain_number(number))[:MAX_EXPRESSION_CHARS]
 
 

@@ -19,7 +19,7 @@ import asyncio
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -46,6 +46,8 @@ ELSEWHERE = {
 }
 """Parameter of a reward function of verl or TRL -> the parameter here. TRL passes the other columns by name: here they
 are in `row`, or `rows`."""
+NO_LIST = (str, bytes, bytearray, Mapping, Set)
+"""Types whose members are no results in the order of the responses."""
 VERDICT = ("score", "correct")
 """Keys of a returned dict that make up the verdict; every other key is a metric."""
 MAX_SCORE = 1e15
@@ -116,7 +118,8 @@ class CustomReward:
         arguments = {name: [item[key] for item in items] for name, key in self.parameters.items()}
         try:
             found = self.function(**arguments)
-            results = list(found) if isinstance(found, Iterable) else found
+            is_list = isinstance(found, Iterable) and not isinstance(found, NO_LIST) and getattr(found, "ndim", 1) == 1
+            results = list(found) if is_list else found
         except Exception as error:
             return [raised(error)] * len(items)
         if not isinstance(results, list):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from algorithms.config import Problem
+from rollout.data.answers import STATEMENT
 from rollout.data.data_files import DataError
 from rollout.data.file_prompts import Judgement
 from rollout.processes.custom_code import is_custom
@@ -36,7 +37,9 @@ def judgement(config: RewardConfig, *, own_rollout: bool) -> Judgement:
         known |= {answer: problems.get(position, "") for position, answer in enumerate(new)}
         return {position: known[answer] for position, answer in enumerate(answers) if known[answer]}
 
-    return Judgement(unusable=unusable, sees_rows=own_rollout or is_custom(config.function))
+    rule = RULES.get(config.function)
+    key = None if rule is None else rule.answer_key
+    return Judgement(unusable=unusable, answer_key=key, sees_rows=own_rollout or is_custom(config.function))
 
 
 @cache
@@ -65,9 +68,11 @@ def unusable_references(config: RewardConfig, answers: Sequence[str]) -> dict[in
 
 def _tried_in_workers(config: RewardConfig, rule: RewardRule, answers: Sequence[str]) -> dict[str, str]:
     """Reference -> reason, "" for a usable one."""
-    items = [{"response": rule.state(answer), "answer": answer, "prompt": ""} for answer in answers]
+    stated = {answer: rule.unusable(answer) for answer in answers if STATEMENT.search(answer)}
+    others = [answer for answer in answers if answer not in stated]
+    items = [{"response": rule.state(answer), "answer": answer, "prompt": ""} for answer in others]
     outcomes = judged(config, items)
-    return {answer: _problem(outcome, rule, answer) for answer, outcome in zip(answers, outcomes, strict=True)}
+    return stated | {answer: _problem(outcome, rule, answer) for answer, outcome in zip(others, outcomes, strict=True)}
 
 
 def _problem(outcome: Outcome, rule: RewardRule, answer: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from rollout.data.answers import (
     ANSWER_MARK,
     MAX_EXPRESSION_CHARS,
+    STATEMENT,
     boxed,
     boxed_or_tail,
     dapo_answer,
@@ -49,6 +50,8 @@ class RewardRule:
     """Reference -> a response that states the reference in the required form."""
     needs: str
     """Form of the references that the rule can use, for messages: a noun with its article."""
+    answer_key: Callable[[str], str] | None = None
+    """Reference -> a text that is equal for references that the rule takes for equal; None: equal numbers are equal."""
     as_text: Callable[[str], str | None] = str
     """What `extract` returned -> the answer alone, for a vote; None if it holds no answer after all. May parse."""
     at_once: int = 64
@@ -80,7 +83,12 @@ class RewardRule:
         return self.verdict(response, answer, prompt).correct
 
     def reference_problem(self, answer: str) -> str:
-        """Why no response can be correct with the reference `answer`, for a sentence about it; "" if one can."""
+        """Why no response can be correct with the reference `answer`, for a sentence about it; "" if one can.
+
+        A reference that states the answer in words equals only a response that does, which no model writes.
+        """
+        if self.answer_key is normalise and STATEMENT.search(answer):
+            return self.unusable(answer)
         try:
             return "" if self.judge(self.state(answer), answer) else self.unusable(answer)
         except ValueError:
@@ -149,7 +157,7 @@ def expression_text(extracted: str) -> str | None:
 
 def as_boxed(answer: str) -> str:
     """The reference in a box, because parts of a bare reference would be taken for the whole."""
-    return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
+    return answer if "\\boxed" in answer else f"\\boxed{{{answer.strip(' *').removesuffix('.')}}}"
 
 
 def as_marked(answer: str) -> str:
@@ -161,7 +169,15 @@ _NUMBER = "a number, or text that ends with '#### number'"
 RULES: dict[str, RewardRule] = {
     rule.name: rule
     for rule in (
-        RewardRule(name="exact_match", read=str.strip, equal=same_text, state=str, needs="text", with_thoughts=True),
+        RewardRule(
+            name="exact_match",
+            read=str.strip,
+            equal=same_text,
+            state=str,
+            needs="text",
+            answer_key=str.strip,
+            with_thoughts=True,
+        ),
         RewardRule(name="gsm8k", read=marked_number, equal=same_number, state=as_marked, needs=_NUMBER),
         RewardRule(name="gsm8k_flexible", read=last_number, equal=same_number, state=as_marked, needs=_NUMBER),
         RewardRule(
@@ -170,6 +186,7 @@ RULES: dict[str, RewardRule] = {
             equal=same_mathematics,
             state=as_boxed,
             needs=f"an expression that math-verify can read, of at most {MAX_EXPRESSION_CHARS} characters",
+            answer_key=normalise,
             as_text=expression_text,
             at_once=1,
         ),
@@ -178,6 +195,7 @@ RULES: dict[str, RewardRule] = {
             read=dapo_answer,
             equal=same_normalised,
             state="Answer: {}".format,
+            answer_key=normalise,
             needs="one line with the answer alone, without its derivation",
         ),
     )

@@ -18,7 +18,6 @@ from rollout.rewards.rules import RULES
         ("first 12, then -7.50 apples", "-7.5"),
         ("it costs $1,234.00!", "1234"),
         ("#### 12\nbut 13", "13"),
-        ("1,23", "23"),
         ("no number", None),
         ("5" + " " * 300, None),
     ],
@@ -57,6 +56,20 @@ def test_the_last_number_counts(response, extracted):
         ("2\N{VULGAR FRACTION ONE HALF}", None),
         (r"\frac{3}{4}", None),
         (r"2\sqrt{3}", None),
+        ("1,23", None),
+        ("1,00,000", None),
+        ("1.800,50", None),
+        ("1'800", None),
+        ("1_800", None),
+        ("3\u20444", None),
+        ("3\u00f74", None),
+        (r"18\/30", None),
+        (r"\binom{5}{2}", None),
+        (r"\sqrt[3]{27}", None),
+        ("10 ** 5", None),
+        ("2\u03c0", None),
+        ("18 \u00b1 2", None),
+        ("-$ 18", "-18"),
         ("2^{10}", None),
         ("2**10", None),
         ("1.8 \N{MULTIPLICATION SIGN} 10^3", None),
@@ -311,3 +324,55 @@ def test_real_references_are_correct_against_themselves(file, key, count):
         whole = answer.removesuffix(".0")
         assert RULES["math"].judge(rf"\boxed{{{whole}}}", answer)
         assert not RULES["math"].judge(rf"\boxed{{{whole}1}}", answer)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        r"18\frac{1}{2}", "18 \u00bd", "18 and 1/2", r"18\sqrt{3}", "18\u221a3", r"18\pi", "18\u03c0", "18x10^5",
+        "18 x 2", "18\u00b710^5", "18\u22c52", "18\u20442", "18\u22362", "18'800", "18\u2019800",
+        "18_800", "18\uff0c800",
+        "18 \u00b1 2", "18~20", "18 to 20", "18, 20", "18 and 20", "18\u207f", "18\u02c62",
+    ],
+)  # fmt: skip
+def test_a_part_of_a_number_is_no_answer_of_gsm8k(written):
+    assert RULES["gsm8k"].extract(f"so #### {written}") is None
+
+
+@pytest.mark.parametrize(
+    "after", [" dollars", ".", ", so it ends", "\n\nQuestion 2", " cm", " m^2", " x", "%", " to go", "~"]
+)
+def test_what_follows_a_number_may_be_anything_else(after):
+    assert RULES["gsm8k"].extract(f"so #### 18{after}") == "18"
+
+
+@pytest.mark.parametrize(
+    ("written", "extracted"),
+    [
+        ("-$6$", "-6"), ("\u2212$6$", "-6"), (r"-$\frac{1}{2}$", r"-\frac{1}{2}"), (">$6$", ">6"),
+        ("The number is $34$.", "34"),
+        ("2 3/4", "2 3/4"), ("5 6", "5 6"), ("1 234", "1234"), ("100, 200", "100,200"), ("(1, 2)", "(1,2)"),
+    ],
+)  # fmt: skip
+def test_signs_and_spaces_that_make_another_answer_stay(written, extracted):
+    assert RULES["math_dapo"].extract(f"Answer: {written}") == extracted
+
+
+@pytest.mark.parametrize("rule", ["gsm8k_flexible", "math"])
+@pytest.mark.parametrize("cut", ["1234", "-34", "1,034", "0.34"])
+def test_the_part_of_a_response_that_is_read_begins_with_no_part_of_a_number(rule, cut):
+    assert not RULES[rule].judge(f"It is {cut} {'z' * 297}", "34")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open"),
+    [
+        ("assistant\n<think>\nOkay, let me", True),
+        ("<|Assistant|><think>\nFirst", True),
+        ("Think in <think> tags.\nassistant\n", False),
+        ("Write\n<think>\n...\n</think>\nand the answer.\nassistant\n", False),
+        ("assistant\n<think>\nDone.\n</think>\n", False),
+    ],
+)
+def test_a_prompt_that_goes_on_may_have_opened_a_thought(prompt, is_open):
+    assert (RULES["math"].extract(r" add: maybe \boxed{5}? or", prompt) is None) is is_open

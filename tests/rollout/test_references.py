@@ -27,13 +27,13 @@ SOLUTION = "We add the numbers.\nThen 3 + 4 = 7, so the sum is 7."
         ("gsm8k_flexible", ["34", "so\n#### -1,234"], ["1/2", "7 apples", r"\boxed{7}", "1" * 400]),
         (
             "math",
-            ["34", r"\frac12", r"\boxed{34}", "$34$", "(1, 2]", "Evelyn"],
-            ["x + " * 200 + "x", SOLUTION * 20, "}{"],
+            ["34", r"\frac12", r"\boxed{34}", "$34$", "(1, 2]", "Evelyn", "42.", "**42**"],
+            ["x + " * 200 + "x", SOLUTION * 20, "}{", "Answer: 42", "$<<4+2=6>>6\n#### 6"],
         ),
         (
             "math_dapo",
             ["34", r"\boxed{34}", "$34$", r"x = \frac12", "Evelyn"],
-            [SOLUTION, "7\n8", "x" * 301, r"\text{}"],
+            [SOLUTION, "7\n8", "x" * 301, r"\text{}", '["20"]', "The answer is 42.", '{"answer": 42}', "7. #### 7"],
         ),
     ],
 )
@@ -78,3 +78,8 @@ def test_all_references_of_gsm8k_are_tried_within_a_second(function):
     begin_s = time.process_time()
     assert unusable_references(RewardConfig(function=function), answers) == {}
     assert time.process_time() - begin_s < 1.0
+
+
+@pytest.mark.parametrize("reference", ["42.", "**42**", " 42 "])
+def test_ornaments_of_a_reference_change_no_verdict(reference):
+    assert RULES["math"].judge(r"\boxed{42}", reference)

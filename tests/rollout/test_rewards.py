@@ -198,6 +198,16 @@ def test_a_function_of_ones_own_can_ask_for_the_text_with_special_tokens(tmp_pat
     assert try_reward(config, group.prompt) == ""
 
 
+@pytest.mark.parametrize("results", ["{0: 0.5, 1: 0.5}", "{0.5, 1.0}", "b'10'", "'10'", "numpy.zeros((2, 2))"])
+def test_what_is_no_list_of_results_is_an_error_of_each_response(tmp_path, results):
+    """The keys of a dict, and the members of a set, are no rewards."""
+    source = f"import numpy\ndef reward(responses): return {results}"
+    (tmp_path / "own_no_list.py").write_text(source, encoding="utf-8")
+    group = make_group([[4, 2], [7]], answer="42")
+    config = RewardConfig(function=f"{tmp_path}/own_no_list.py:reward", num_workers=1)
+    assert "2 responses need a list of as many results" in try_reward(config, group.prompt).replace("3 resp", "2 resp")
+
+
 def test_scoring_a_few_groups_leaves_other_samples_to_poll():
     group = make_group([[4, 2], [4, 3]], answer="42")
     with closing(Scorer(RewardConfig(num_workers=1), max_new_tokens=5, decode=as_digits)) as scorer:
