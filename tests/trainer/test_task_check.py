@@ -239,6 +239,12 @@ def test_a_tokenizer_that_is_no_json_is_named_with_its_file(
         ),
         ("special_tokens_map.json", "\xe9", "special_tokens_map.json: 'utf-8' codec can't decode"),
         ("added_tokens.json", "[" * 100_000, "added_tokens.json: maximum recursion depth"),
+        ("chat_template.jinja", "\xff\xfe", "chat_template.jinja: 'utf-8' codec can't decode"),
+        (
+            "config.json",
+            '{"model_type": "qwen2", "text_config": [1]}',
+            "config.json: text_config must be a JSON object",
+        ),
     ],
 )
 def test_every_file_that_cannot_be_read_is_named_before_anything_heavy_is_loaded(

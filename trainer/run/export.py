@@ -223,6 +223,6 @@ def _stored(model: PreTrainedModel) -> dict[str, Tensor]:
 def _dtype_of(model_path: Path) -> torch.dtype:
     """The type in which the weights of a model lie on the disk."""
     dtype = getattr(AutoConfig.from_pretrained(model_path, trust_remote_code=False), "dtype", None)
-    if isinstance(dtype, str):
+    if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
     return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -105,10 +105,17 @@ def broken_file(directory: Path) -> str:
             return f"{name}: it must hold a JSON object, got {_kind(found)}"
         if name == INDEX_FILE and not isinstance(found.get("weight_map"), dict):
             return f"{name}: weight_map must be a JSON object, got {_kind(found.get('weight_map'))}"
+        if name == CONFIG_FILE and not isinstance(found.get("text_config") or {}, dict):
+            return f"{name}: text_config must be a JSON object, got {_kind(found['text_config'])}"
         ends = found.get(EOS_KEY) if name in (CONFIG_FILE, GENERATION_FILE) else None
         listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if any(type(each) is not int for each in listed):
             return f"{name}: {EOS_KEY} must be a token id or a list of them, got {ends!r}"
+    for path in [*directory.glob("*.jinja"), *directory.glob("additional_chat_templates/*.jinja")]:
+        try:
+            path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            return f"{path.relative_to(directory)}: {error}"
     return ""
 
 

@@ -91,6 +91,8 @@ def _rope_of_release_4(directory: Path) -> dict[str, Any]:
         return {}
     moved = {key: rope[key] for key in (THETA_KEY, PART_KEY) if key in rope}
     scaling = {key: value for key, value in rope.items() if key != THETA_KEY}
+    if rope["rope_type"] == "longrope" and "long_factor" in rope:  # Phi-3 of release 4 refuses every other field
+        scaling = {"type": "longrope"} | {key: rope[key] for key in ("short_factor", "long_factor")}
     # An explicit null, because some families scale by default.
     return moved | {"rope_scaling": None if rope["rope_type"] == "default" else scaling}
 
