@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from rollout.data.conversations import Messages
+from rollout.data.conversations import ASSISTANTS, Messages
 from rollout.data.data_files import plain_text
 from rollout.processes.child_process import START_TIMEOUT_S, ChildProcess, become_child, described, own_arguments
 
@@ -74,7 +74,7 @@ class ChatTemplate:
 
         A list that the template cannot end has a problem. Raises TemplateError at the third of them.
         """
-        ends = [Ends.last if chat[-1]["role"] == "assistant" else Ends.answer for chat in chats]
+        ends = [Ends.last if chat[-1]["role"] in ASSISTANTS else Ends.answer for chat in chats]
         num_lost = next_chat = 0
         while next_chat < len(chats):
             try:

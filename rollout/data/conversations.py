@@ -19,11 +19,17 @@ Messages = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that are known. A template can know others: it names them."""
+CONVERSATION_KEYS = ("messages", "conversations", "conversation", "prompt")
+"""Where an object holds its messages."""
 USUAL_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
 """Role in some data sets -> its name in chat templates."""
-SHOWN_ROLES = ("system", "developer", "user")
-"""Roles whose messages a template must show; it may leave out what the assistant thought."""
-_PYTHON_MESSAGES = re.compile(r"\[\s*\{\s*'(?:role|content|from|value)'\s*:")
+ASSISTANTS = ("assistant", *(role for role, usual in USUAL_ROLES.items() if usual == "assistant"))
+"""Roles of whoever answers."""
+WITHOUT_CONTENT = ("tool_calls", "function_call", "reasoning_content", "refusal")
+"""Fields beside which a message of the assistant needs no content."""
+_THOUGHTS_END = re.compile(r"</\w*think\w*>")
+_LIKE_MESSAGES = re.compile(r"(?:array\()?[\[({\"\s].*?\brole\W+(?:user|system|assistant|human)\b", re.DOTALL)
+"""A list of messages in some form of text; no prompt in words begins like that."""
 
 
 def prompt_value(value: object, key: str, *, continues: bool) -> str | Messages:
@@ -37,12 +43,14 @@ def prompt_value(value: object, key: str, *, continues: bool) -> str | Messages:
         if not value.strip():
             raise ValueError(f"{key} is empty")
         checked_text(value, key)
-        if _PYTHON_MESSAGES.match(value.lstrip()):
-            raise ValueError(f"{key} is a list of chat messages in the form of Python. Save the column as JSON")
         found = _messages_in(value)
         if found is None:
+            if _LIKE_MESSAGES.match(value.strip("\ufeff \n")):
+                raise ValueError(f"{key} holds chat messages as text that is no JSON list. Save the column as JSON")
             return value
         value = found
+    if isinstance(value, dict):
+        value = _rows_of_columns(value)
     if not isinstance(value, list) or not value:
         raise ValueError(f"{key} must be text or a list of chat messages, got {value!r:.80}")
     messages = [_message(message, key) for message in value]
@@ -52,14 +60,24 @@ def prompt_value(value: object, key: str, *, continues: bool) -> str | Messages:
 
 def _messages_in(text: str) -> list[Any] | None:
     """The messages of which `text` is the JSON, as csv files hold them; None for any other text."""
-    if not text.lstrip().startswith("["):
+    text = text.strip("\ufeff \n")
+    if not text.startswith(("[", "{")):
         return None
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
+    if isinstance(found, dict):
+        found = [found] if _names_role(found) else next((found[key] for key in CONVERSATION_KEYS if key in found), None)
     is_list = isinstance(found, list) and bool(found)
     return found if is_list and all(isinstance(each, dict) and _names_role(each) for each in found) else None
+
+
+def _rows_of_columns(value: dict[str, Any]) -> object:
+    """The messages of {"role": [...], "content": [...]}, as `datasets` saves a sequence of messages; else `value`."""
+    columns = list(value.values())
+    is_sequence = "role" in value and all(isinstance(each, list) and len(each) == len(columns[0]) for each in columns)
+    return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)] if is_sequence else value
 
 
 def _names_role(message: dict[str, Any]) -> bool:
@@ -76,13 +94,15 @@ def _message(message: object, key: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"{key} has a chat message without role or content: {message!r:.80}")
     content = message.get("content")
-    if content is None and message.get("tool_calls"):
+    if content is None and any(message.get(name) for name in WITHOUT_CONTENT):
         content = ""
     if isinstance(content, list):
         content = _joined_parts(content, key)
     if not isinstance(content, str):
         raise ValueError(f"{key} has a chat message without role or content: {message!r:.80}")
     fields: dict[str, Any] = _without_null(plain(message))
+    if fields.get("tool_calls") == []:  # a template asks whether the field is there
+        del fields["tool_calls"]
     return fields | {"content": checked_text(content, key)}
 
 
@@ -91,7 +111,7 @@ def _joined_parts(parts: Sequence[Any], key: str) -> str:
     texts = []
     for part in parts:
         text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str):
+        if not isinstance(text, str) or (isinstance(part, dict) and "text" not in str(part.get("type", "text"))):
             kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
             raise ValueError(f"{key} has content of the type {kind}; Parity trains on text")
         texts.append(text)
@@ -107,12 +127,12 @@ def _without_null(value: Any) -> Any:
 
 def _refuse_no_prompt(messages: Messages, key: str, *, continues: bool) -> None:
     """Raise ValueError for messages after which the model has nothing to answer."""
-    asked = [message for message in messages if message["role"] not in ("system", "developer", "assistant")]
+    asked = [message for message in messages if message["role"] not in ("system", "developer", "assistant", "tool")]
     if not asked:
         raise ValueError(f"{key} has no message of a user")
-    if not any(message["content"].strip() for message in asked):
+    if not asked[-1]["content"].strip():
         raise ValueError(f"{key} is empty")
-    if messages[-1]["role"] in ("assistant", *(r for r, usual in USUAL_ROLES.items() if usual == "assistant")):
+    if messages[-1]["role"] in ASSISTANTS:
         if not continues:
             raise ValueError(
                 f"{key} ends with a message of the assistant, which would be its answer. Remove that message, or set "
@@ -127,7 +147,8 @@ def role_problem(messages: Messages, template: str) -> str:
     for message in messages:
         role = message["role"]
         if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
-            usual = f", which is {USUAL_ROLES[role]} here" if role in USUAL_ROLES else ""
+            meant = role.lower() if role.lower() in ROLES else USUAL_ROLES.get(role.lower())
+            usual = f", which is {meant} here" if meant else ""
             return f"the role {role!r} is none that the chat template knows ({', '.join(ROLES)}){usual}"
     return ""
 
@@ -136,6 +157,11 @@ def left_out_problem(messages: Messages, text: str) -> str:
     """The reason why `text`, which a template made of `messages`, is not their prompt: a message is not in it."""
     written = "".join(text.split())
     for message in messages:
-        if message["role"] in SHOWN_ROLES and "".join(message["content"].split()) not in written:
+        said = _THOUGHTS_END.split(message["content"])[-1]  # a template may leave out what the assistant thought
+        if "".join(said.split()) not in written:
             return f"the chat template leaves out the message of the {message['role']}: write its text into another one"
+        for call in message.get("tool_calls", ()):
+            name = str(call.get("function", call).get("name", "")) if isinstance(call, dict) else ""
+            if name not in text:
+                return f"the chat template leaves out the call of the tool {name}: write it into the message's content"
     return ""

@@ -178,7 +178,7 @@ def checked_text(text: str, key: str) -> str:
 
 def _is_binary(value: object) -> bool:
     """True for pictures and other binary values, which Parity does not read."""
-    return isinstance(value, bytes | bytearray | memoryview)
+    return isinstance(value, bytes | bytearray | memoryview) or type(value).__module__.startswith("PIL.")
 
 
 def _line_rows(path: Path) -> Iterator[RawRow]:
@@ -220,8 +220,7 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
     # Imported here because the import takes seconds and the built-in task does not need it.
     import datasets
 
-    # CSV has no types: guessed types would turn the answers 007 and 42 into 7 and, beside an empty cell, 42.0.
-    options: dict[str, Any] = {"converters": dict.fromkeys(_header(path), str)} if suffix == ".csv" else {}
+    options = _text_columns(path) if suffix == ".csv" else {}
     # A private cache, so that no stale data are read and no files are left in the user's home.
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache, _without_bars():
         try:
@@ -285,7 +284,7 @@ def _table_rows(table: Any) -> Iterator[RawRow]:
 
 
 def _as_written(kind: Any) -> Callable[[Any], Any] | None:
-    """A function of a column's values that gives its short floats as they were written; None for other columns.
+    """A function of a column's values that gives short floats, and labels of classes, as they were written; else None.
 
     0.1 in a column of 32 bits is 0.10000000149011612 as a number of 64 bits. `kind` is a feature of `datasets`.
     """
@@ -297,6 +296,8 @@ def _as_written(kind: Any) -> Callable[[Any], Any] | None:
     if (inner := getattr(kind, "feature", None)) is not None:  # lists, fixed or not
         convert = _as_written(inner)
         return None if convert is None else lambda value: value and [convert(member) for member in value]
+    if (names := getattr(kind, "names", None)) is not None:  # a class label
+        return lambda value: None if value is None else names[value]
     if (short := SHORT_FLOATS.get(getattr(kind, "dtype", None))) is None:
         return None
     return lambda value: None if value is None else float(str(short(value)))
@@ -325,6 +326,8 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
     hub_logging.set_verbosity_error()  # a hub out of reach is one error below, not a warning per try
     directory = Path(repo)
     is_local = directory.is_dir()
+    csv_files = _csv_files(directory) if is_local else []
+    options = _text_columns(csv_files[0]) if csv_files else {}
     # A downloaded data set is cached; a local directory is read anew, because it may have changed.
     # A download keeps its bars.
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache, _without_bars(hides=is_local):
@@ -333,7 +336,11 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
                 table = _saved_table(directory, split)
             else:
                 table = datasets.load_dataset(
-                    str(directory) if is_local else repo, name, split=split, cache_dir=cache if is_local else None
+                    str(directory) if is_local else repo,
+                    name,
+                    split=split,
+                    cache_dir=cache if is_local else None,
+                    **options,
                 )
         except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
             raise ValueError(
@@ -344,6 +351,20 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
         except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
             raise ValueError(f"{source} could not be read: {error.__cause__ or error}") from error
         yield from _table_rows(table)
+
+
+def _csv_files(directory: Path) -> list[Path]:
+    """The csv files of a directory whose rows lie in such files alone; else none."""
+    files = {path: path.suffix.lower() for path in sorted(directory.rglob("*")) if path.suffix.lower() in READERS}
+    return list(files) if set(files.values()) == {".csv"} else []
+
+
+def _text_columns(path: Path) -> dict[str, Any]:
+    """Options for a reader of csv: every cell is text.
+
+    CSV has no types: guessed ones would turn 007 into 7, NA into null and, beside an empty cell, 42 into 42.0.
+    """
+    return {"converters": dict.fromkeys(_header(path), str), "keep_default_na": False}
 
 
 def _saved_table(directory: Path, split: str) -> Any:

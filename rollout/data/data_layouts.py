@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeGuard
 
+import orjson
+
 from algorithms.config.similar import similar
 from rollout.task_config import FileDataConfig
 
@@ -56,7 +58,7 @@ class Columns:
         if len(parts) == 1:
             return parts[0]
         text = ""
-        for part in parts:
+        for part in map(_choices, parts):
             if _is_texts(part):
                 text += "\n" + "\n".join(part)
             elif isinstance(part, str):
@@ -90,30 +92,34 @@ class Columns:
         return {**others, column: {key: value for key, value in inner.items() if key != fields[0] or len(fields) > 1}}
 
     def unread(self, rows: Sequence[dict[str, Any]]) -> list[str]:
-        """Columns of `rows` with sentences, or lists of texts, that are no part of the prompt; [] for given keys."""
-        if not self.name:
-            return []
-        cells = [cell for row in rows for cell in self.others(row).items()]
-        return list(dict.fromkeys(key for key, value in cells if key != self.answer_path[0] and _reads(value)))
+        """Columns of `rows` that are no part of prompt or answer."""
+        used = {path[0] for path in (*self.prompt_paths, self.answer_path)}
+        return [key for key in dict.fromkeys(key for row in rows for key in row) if key not in used]
 
 
 def _is_texts(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and bool(value) and all(isinstance(member, str) for member in value)
 
 
-def _reads(value: object) -> bool:
-    """True for a sentence, and for a list or fields with texts."""
-    if isinstance(value, str):
-        return len(value.split()) > 1
-    if isinstance(value, dict):
-        return any(_reads(member) for member in value.values())
-    return isinstance(value, list) and any(isinstance(member, str) or _reads(member) for member in value)
+def _choices(value: object) -> object:
+    """The lines of {"label": [...], "text": [...]}, as ARC and its like save choices; another value as it is."""
+    if not (isinstance(value, dict) and _is_texts(value.get("text"))):
+        return value
+    labels = value.get("label")
+    if not _is_texts(labels) or len(labels) != len(value["text"]):
+        return value["text"]
+    return [f"{label}. {text}" for label, text in zip(labels, value["text"], strict=True)]
 
 
 def look_up(row: dict[str, Any], path: Sequence[str]) -> object:
     """A field of a nested column; None if the row does not have the field."""
     value: Any = row
     for part in path:
+        if isinstance(value, str) and value.startswith("{"):  # a csv file holds fields as JSON text
+            try:
+                value = orjson.loads(value)
+            except orjson.JSONDecodeError:
+                return None
         value = value.get(part) if isinstance(value, dict) else None
     return value
 

@@ -50,6 +50,8 @@ class Judgement:
 
     unusable: Callable[[Sequence[str]], Mapping[int, str]] = _all_usable
     """References -> position -> the reason why the reward cannot judge by that reference."""
+    answer_key: Callable[[str], str] | None = None
+    """A key that is equal for answers that the reward takes for equal; None is `same_answer_key`."""
     sees_rows: bool = False
     """True if code of the user sees all columns: rows with the same prompt are the same only if these are too."""
 
@@ -65,11 +67,11 @@ class SourceReport:
     source: str
     columns: Columns
     unread: list[str] = field(default_factory=list)
-    """Columns with text that no prompt shows, where a layout has chosen the columns."""
+    """Columns that are neither prompt nor answer."""
     num_rows: int = 0
     num_duplicates: int = 0
     num_told_apart: int = 0
-    """Rows that have prompt and answer of another row, and differ in other columns that the user's code sees."""
+    """Rows that have the prompt of another row, and differ in columns that the user's code sees."""
     control: dict[int, str] = field(default_factory=dict)
     """Number of a row whose texts hold a control token of the model -> the first such token."""
     contradictions: list[int] = field(default_factory=list)
@@ -93,13 +95,12 @@ class SourceReport:
             every = _SHARD.sub(r"-*-of-\g<count>.", self.source)
             lines.append(f"{self.source}: one of {int(shard['count'])} files of its data set; {every} names them all")
         if self.unread:
-            hint = f". If one belongs there, name it: data.prompt_key={self.columns.prompt_key}+COLUMN"
-            hint = "" if self.has_messages else hint
-            lines.append(f"{self.source}: columns with text that is in no prompt: {', '.join(self.unread)}{hint}")
+            hint = "" if self.has_messages else f"; data.prompt_key={self.columns.prompt_key}+COLUMN adds one"
+            lines.append(f"{self.source}: columns that are in no prompt: {', '.join(self.unread)}{hint}")
         if self.num_told_apart:
             lines.append(
-                f"{self.source}: {self.num_told_apart:,} rows have prompt and answer of another row and are kept: they "
-                "differ in columns that the reward or rollout function sees"
+                f"{self.source}: {self.num_told_apart:,} rows have the prompt of another row and are kept: they differ "
+                "in columns that the reward or rollout function sees"
             )
         if self.num_duplicates:
             lines.append(f"{self.source}: {self.num_duplicates:,} duplicates removed (same prompt, same answer)")
@@ -164,7 +165,7 @@ def file_prompts(
     Raises ValueError if the source is not readable or has unknown columns, or if the template hangs.
     """
     chosen, report = source_rows(source, config, judgement)
-    _note_control(chosen, tokenizer, report)
+    _note_control(chosen, config, tokenizer, report)
     prompts = _tokenized(_templated(chosen, config, template, report), config, tokenizer, report)
     report.bad.sort(key=lambda bad: bad.number)
     report.num_prompts = len(prompts)
@@ -189,7 +190,7 @@ def source_rows(
     report = SourceReport(source=source, columns=columns, unread=columns.unread(readable))
     # Row by row: all rows of DAPO do not fit into memory, the unique rows do.
     usable = _usable_rows(itertools.chain(first, rows), config, report)
-    unique = remove_duplicates(usable, report, sees_rows=judgement.sees_rows)
+    unique = remove_duplicates(usable, report, sees_rows=judgement.sees_rows, answer_key=judgement.answer_key)
     unusable = judgement.unusable([row.answer for row in unique])
     for position, problem in unusable.items():
         report.refuse(unique[position], f"{columns.answer_key} {problem}")
@@ -223,21 +224,24 @@ class _Same:
     contradict: bool = False
 
 
-def remove_duplicates(rows: Iterable[Row], report: SourceReport, *, sees_rows: bool) -> list[Row]:
+def remove_duplicates(
+    rows: Iterable[Row], report: SourceReport, *, sees_rows: bool, answer_key: Callable[[str], str] | None = None
+) -> list[Row]:
     """The first of the rows that are the same; no row of those that are the same and have different answers.
 
     Rows are the same if their prompts are, and, with `sees_rows`, all other columns. Source: DAPO's published parquet
     repeats every problem, see https://arxiv.org/abs/2503.14476; a prompt with two answers would be rewarded for one of
-    them and punished for the other.
+    them and punished for the other. `answer_key` is equal for equal answers; None is `same_answer_key`.
     """
+    answer_key = answer_key or same_answer_key
     found: dict[bytes, _Same] = {}
     asked: set[bytes] = set()
     for row in rows:
-        answer = same_answer_key(row.answer)
+        answer = answer_key(row.answer)
         others = plain(report.columns.without_answer(row.others)) if sees_rows else None
         key = _digest([row.prompt, others])
         if sees_rows:
-            question = _digest([row.prompt, answer])
+            question = _digest(row.prompt)
             report.num_told_apart += question in asked and key not in found
             asked.add(question)
         same = found.setdefault(key, _Same(first=row, answer=answer))
@@ -260,14 +264,19 @@ def same_answer_key(answer: str) -> str:
     return stated if number is None else plain_number(number)
 
 
-def _note_control(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, report: SourceReport) -> None:
+def _note_control(
+    rows: Sequence[Row], config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, report: SourceReport
+) -> None:
     """Note the rows whose texts hold control tokens: whoever wrote such a text may not have meant them as such."""
     tokens = control_tokens(tokenizer)
     if not tokens:
         return
     pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
     for row in rows:
-        texts = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
+        if isinstance(row.prompt, str):
+            texts = [row.prompt, config.instruction]
+        else:
+            texts = [message["content"] for message in row.prompt]
         found = next((found for text in texts if (found := pattern.search(text)) is not None), None)
         if found is not None:
             report.control[row.number] = found.group()

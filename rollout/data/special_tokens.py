@@ -31,5 +31,7 @@ def _open_ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The texts that the tokenizer reads as control tokens, such as <|im_end|>, wherever they stand."""
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return added | set(tokenizer.all_special_tokens)
+    added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+    # Some tokenizers do not mark the tokens of their template.
+    control = {text for text, is_special in added.items() if is_special or (text[:2] == "<|" and text[-2:] == "|>")}
+    return control | set(tokenizer.all_special_tokens)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 EOS_FILES = ("generation_config.json", "config.json")
 """Files of a model that name its end-of-sequence tokens. SGLang stops at those of both."""
-ANSWER = "The answer is 7"
+ANSWER = "It is so indeed."
+PROBES = ((), ({"role": "system", "content": "Be brief."},))
+"""What stands before the probe: some templates need a system message, others refuse one."""
 STOP_KEY = "sampling.stop"
 
 
@@ -68,15 +70,22 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str | int]) -> 
 
 
 def turn_end(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The control token that `template` writes after an answer; None if it writes none, or refuses a short chat."""
-    try:
-        written, _ = template.whole([{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": ANSWER}])
-    except TemplateError:
-        return None
-    _, answer, rest = written.rpartition(ANSWER)
-    control = control_tokens(tokenizer)
-    ids: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"] if answer else []
-    return next((token for token in ids if tokenizer.convert_ids_to_tokens(token) in control), None)
+    """The token of its own that `template` writes after an answer, be it the next turn's first.
+
+    None if it writes none, or refuses a short chat.
+    """
+    for before in PROBES:
+        asked = {"role": "user", "content": "Is it so?"}
+        try:
+            written, problem = template.whole([*before, asked, {"role": "assistant", "content": ANSWER}, asked])
+        except TemplateError:
+            return None
+        if problem:
+            continue
+        _, answer, rest = written.rpartition(ANSWER)
+        ids: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"] if answer else []
+        return next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
+    return None
 
 
 def past_end_note(token_id: int, tokenizer: PreTrainedTokenizerBase) -> str:

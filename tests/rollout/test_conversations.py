@@ -48,7 +48,18 @@ def refused(tmp_path, tokenizer, prompt, **changes):
         ([{"from": "human", "value": "2+3?"}], "Rename them to role and content, and human to user"),
         (json.dumps([ASKED, ANSWERED]), "ends with a message of the assistant"),
         (json.dumps([{"from": "human", "value": "2+3?"}]), "Rename them to role and content"),
-        (str([ASKED]), "in the form of Python. Save the column as JSON"),
+        (str([ASKED]), "chat messages as text that is no JSON list. Save the column as JSON"),
+        (f"array([{ASKED}], dtype=object)", "as text that is no JSON list"),
+        (json.dumps([ASKED])[:-4], "as text that is no JSON list"),
+        (json.dumps(json.dumps([ASKED])), "as text that is no JSON list"),
+        ([{"role": "tool", "content": "5"}], "has no message of a user"),
+        ([ASKED, ANSWERED, {"role": "user", "content": " "}], "is empty"),
+        ([{"role": "User", "content": "2+3?"}], "role 'User' is none .* user here"),
+        ([{"role": "user", "content": [{"type": "image", "text": "", "image": "a.png"}]}], "content of the type image"),
+        (
+            [ASKED, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}, ASKED],
+            "leaves out the call of the tool add",
+        ),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x.png"}]}], "content of the type image_url"),
         ([{"role": "user", "content": None}], "without role or content"),
         ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "half of a surrogate pair"),
@@ -64,7 +75,10 @@ def test_a_conversation_that_is_no_prompt_is_a_bad_row(tmp_path, tokenizer, prom
         (json.dumps([ASKED]), "[user]2+3?[assistant]"),
         ([{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}],
          "[user]2+\n3?[assistant]"),
-        ([ASKED, {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}, ASKED],
+        (json.dumps(ASKED), "[user]2+3?[assistant]"),
+        ("\ufeff" + json.dumps({"messages": [ASKED]}), "[user]2+3?[assistant]"),
+        ({"role": ["user"], "content": ["2+3?"]}, "[user]2+3?[assistant]"),
+        ([ASKED, {"role": "assistant", "content": None, "reasoning_content": "5", "tool_calls": []}, ASKED],
          "[user]2+3?[assistant][user]2+3?[assistant]"),
         # A list in a text is no conversation.
         ("[1, 2] + [3] = ?", "[user][1, 2] + [3] = ?[assistant]"),
@@ -107,7 +121,7 @@ def test_a_role_that_the_template_names_is_known(tmp_path, tokenizer):
     assert loaded(tmp_path, tokenizer, [ASKED, {"role": "ipython", "content": "5"}]).train[0].text == "2+3?>5"
 
 
-@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("role", ["system", "developer", "assistant", "tool"])
 def test_a_message_that_the_template_leaves_out_makes_a_bad_row(tmp_path, role):
     tokenizer = byte_tokenizer(tmp_path / "other")
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}[user]{{ m.content | trim }}{% endfor %}"

@@ -145,7 +145,7 @@ def test_bad_values_name_what_is_wrong(tmp_path, tokenizer):
         {"question": [{"role": "user"}], "answer": "1"},
         {"question": [], "answer": "1"},
         {"question": [{"role": "user", "content": " "}], "answer": "1"},
-        {"question": [{"role": "tool", "content": "x"}], "answer": "1"},
+        {"question": [{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}], "answer": "1"},
         {"question": [{"role": "user", "content": "x"}], "answer": ""},
     ]
     with pytest.raises(ValueError, match="5 rows") as caught:

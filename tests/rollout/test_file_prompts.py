@@ -111,8 +111,9 @@ def test_dapo_keeps_its_own_instruction(tmp_path, tokenizer):
     data = load_dataset(replace(config, eval_path=text), tokenizer)
     assert [prompt.text for prompt in data.train] == ["[user]Solve step by step.\n1+1?[assistant]"]
     assert data.heldout[0].text == "[user]1+1? Think.[assistant]"
-    assert data.notes[:3] == [
+    assert data.notes[:4] == [
         f"{source}: layout verl: prompt from prompt, answer from reward_model.ground_truth; 3 rows, 1 prompts",
+        f"{source}: columns that are in no prompt: data_source, extra_info",
         f"{source}: 2 duplicates removed (same prompt, same answer)",
         f"{source}: chat messages are used as they are, without data.instruction",
     ]

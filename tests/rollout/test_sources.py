@@ -106,6 +106,54 @@ def test_numbers_are_what_was_written(tmp_path, tokenizer):
     assert [each.answer for each in load_dataset(config(lists), tokenizer).train] == ["34", "7"]
 
 
+def test_labels_of_classes_are_their_names(tmp_path, tokenizer):
+    features = datasets.Features(question=datasets.Value("string"), answer=datasets.ClassLabel(names=["no", "yes"]))
+    rows = datasets.Dataset.from_dict({"question": ["a", "b"], "answer": [1, 0]}, features=features)
+    rows.save_to_disk(tmp_path / "saved")
+    data = load_dataset(config(tmp_path / "saved@train"), tokenizer)
+    assert [each.answer for each in data.train] == ["yes", "no"]
+
+
+def test_cells_of_csv_are_text_wherever_the_file_lies(tmp_path, tokenizer):
+    (tmp_path / "csv").mkdir()
+    rows = [{"question": "a", "answer": "007"}, {"question": "b", "answer": "NA"}, {"question": "c", "answer": "1"}]
+    path = write_rows(tmp_path / "csv" / "train.csv", rows)
+    for source in (path, tmp_path / "csv@train"):
+        assert [each.answer for each in load_dataset(config(source), tokenizer).train] == ["007", "NA", "1"]
+
+
+def test_fields_and_choices_as_other_data_sets_hold_them(tmp_path, tokenizer):
+    verl = [{"prompt": "1+1?", "reward_model": json.dumps({"ground_truth": "2", "style": "rule"})}]
+    data = load_dataset(config(write_rows(tmp_path / "verl.csv", verl)), tokenizer)
+    assert [each.answer for each in data.train] == ["2"]
+    arc = [{"question": "Which?", "choices": {"text": ["4", "7"], "label": ["A", "B"]}, "answerKey": "B"}]
+    keys = {"prompt_key": "question+choices", "answer_key": "answerKey"}
+    data = load_dataset(config(write_rows(tmp_path / "arc.parquet", arc), **keys), tokenizer)
+    assert data.train[0].text == "Which?\nA. 4\nB. 7"
+
+
+def test_pictures_are_left_out_of_the_row(tmp_path, tokenizer):
+    from PIL import Image
+
+    rows = datasets.Dataset.from_dict({"question": ["a"], "answer": ["1"], "image": [Image.new("RGB", (2, 2))]})
+    rows.to_parquet(tmp_path / "pictures.parquet")
+    data = load_dataset(config(tmp_path / "pictures.parquet"), tokenizer)
+    assert data.train[0].row == {}
+    assert any("in no prompt: image" in note for note in data.notes)
+
+
+def test_answers_are_the_same_if_the_rule_takes_them_for_the_same(tmp_path, tokenizer):
+    rows = [{"question": "a", "answer": "007"}, {"question": "a", "answer": "7"}]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    for function, num_prompts in (("exact_match", 0), ("math_dapo", 1)):
+        both = config(source, eval_path=write_rows(tmp_path / "held.jsonl", [{"question": "b", "answer": "1"}]))
+        if num_prompts:
+            assert len(load_dataset(both, tokenizer, judgement=judged(function)).train) == num_prompts
+        else:
+            with pytest.raises(DataError, match="rows with contradicting answers"):
+                load_dataset(both, tokenizer, judgement=judged(function))
+
+
 def test_a_compressed_file_of_lines_is_named_as_such(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(gzip.compress(b'{"question": "a", "answer": "1"}\n'))
@@ -145,7 +193,7 @@ def test_rows_are_the_same_only_if_all_is_the_same_that_user_code_sees(tmp_path,
     source = write_rows(tmp_path / "seeds.jsonl", SEEDS)
     data = load_dataset(config(source), tokenizer, judgement=seen)
     assert [each.row["extra_info"]["seed"] for each in data.train] == [1, 2, 3]
-    assert any("2 rows have prompt and answer of another row and are kept" in note for note in data.notes)
+    assert any("2 rows have the prompt of another row and are kept" in note for note in data.notes)
     assert any("1 duplicates removed" in note for note in data.notes)
     contexts = write_rows(tmp_path / "contexts.jsonl", CONTEXTS)
     assert len(load_dataset(config(contexts), tokenizer, judgement=seen).train) == 2
@@ -169,18 +217,20 @@ def test_a_rule_sees_prompt_and_answer_alone(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("row", "unread"),
     [
-        ({"body": "A basket.", "question": "How many?", "answer": "2", "id": "x1"}, "body"),
-        ({"question": "Which?", "answer": "B", "choices": ["4", "7"], "level": 3}, "choices"),
-        ({"question": "Which?", "answer": "B", "choices": {"label": ["A", "B"], "text": ["4", "7"]}}, "choices"),
-        ({"problem": "Add.", "answer": "2", "passage": "Two and two.", "solution": "It is 2."}, "passage, solution"),
+        ({"body": "A basket.", "question": "How many?", "answer": "2", "id": "x1"}, "body, id"),
+        ({"question": "Which?", "answer": "B", "choices": ["4", "7"], "level": 3}, "choices, level"),
+        ({"question": "Which?", "answer": "B", "A": "4", "B": "7"}, "A, B"),
+        ({"question": "Reach it.", "answer": "?", "nums": ["1", "2"], "target": 3}, "nums, target"),
     ],
 )
 def test_a_layout_names_the_columns_with_text_that_it_leaves_out(tmp_path, tokenizer, row, unread):
     source = write_rows(tmp_path / "rows.jsonl", [row])
     notes = load_dataset(config(source), tokenizer).notes
-    assert any(f"columns with text that is in no prompt: {unread}. If one belongs there" in note for note in notes)
-    given = config(source, prompt_key="answer", answer_key="answer")
-    assert not any("in no prompt" in note for note in load_dataset(given, tokenizer).notes)
+    assert f"{source}: columns that are in no prompt: {unread}; data.prompt_key=question+COLUMN adds one" in notes
+    column = unread.partition(", ")[0]
+    given = config(source, prompt_key=f"question+{column}", answer_key="answer")
+    others = unread.partition(", ")[2]
+    assert any("in no prompt" in note for note in load_dataset(given, tokenizer).notes) == bool(others)
 
 
 def test_special_tokens_around_a_text(tmp_path, tokenizer):

@@ -42,6 +42,8 @@ def turn_end(tmp_path, tokenizer, question="2+3?", **changes):
         (CHATML, END),
         ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", EOS),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
+        # The next turn's first token ends the answer, as in GLM.
+        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", START),
         ("{{ messages[0].content }}{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}", None),
     ],
 )
@@ -51,6 +53,21 @@ def test_the_token_that_the_template_writes_after_an_answer(tmp_path, base_model
     assert turn_end(tmp_path, base_model, chat_template=False) is None
     written = "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
     assert turn_end(tmp_path, base_model, written, chat_template=False) == end
+
+
+def test_a_token_that_is_not_marked_as_special_ends_a_turn_too(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.chat_template = CHATML
+    assert turn_end(tmp_path, tokenizer) == END
+
+
+def test_a_template_that_needs_a_system_message_is_asked_with_one(tmp_path, base_model):
+    base_model.chat_template = (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('system') }}{% endif %}" + CHATML
+    )
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3?"}]
+    assert turn_end(tmp_path, base_model, asked) == END
 
 
 def test_stop_names_tokens_and_ids(tmp_path, base_model):
