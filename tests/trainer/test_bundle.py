@@ -195,9 +195,9 @@ def test_the_writer_of_the_docs_writes_a_bundle(tmp_path: Path, capsys: pytest.C
     responses = [
         {
             "rollout_logprobs": [-0.5, -1.0], "old_logprobs": [-0.4, -1.1], "advantages": [1.0, 1.0],
-            "reward": 1.0, "prompt": 3,
+            "reward": 1.0, "group": 3,
         },
-        {"rollout_logprobs": [-0.2], "old_logprobs": [-0.2], "advantages": [-1.0], "reward": 0.0, "prompt": 3},
+        {"rollout_logprobs": [-0.2], "old_logprobs": [-0.2], "advantages": [-1.0], "reward": 0.0, "group": 3},
     ]  # fmt: skip
     names["write_bundle"](tmp_path / "b.safetensors", responses, producer="mine")
     assert run(["replay", str(tmp_path / "b.safetensors"), "modes=tis,mis", f"out={tmp_path / 'out'}"]) == 0

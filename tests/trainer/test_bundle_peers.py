@@ -96,12 +96,10 @@ def test_trainers_that_wrote_one_step_are_read_as_one_step() -> None:
 
 
 @pytest.mark.parametrize("peer", ["NeMo-RL", "prime-rl", "slime", "miles"])
-def test_step_groups_and_rewards_are_those_of_the_file(peer: str) -> None:
+def test_step_and_rewards_are_those_of_the_file_and_groups_are_not_guessed(peer: str) -> None:
     bundle = read_any(OF_PEER[peer])
     assert bundle.metadata == {"producer": peer, "step": "12"}
-    assert bundle.groups is not None
-    _, sizes = bundle.groups.unique(return_counts=True)
-    assert sizes.tolist() == [8, 8]
+    assert bundle.groups is None, "no file names them, and equal prompts may be of two groups"
     if peer in ("NeMo-RL", "slime"):
         assert bundle.rewards is not None and bundle.rewards.tolist() == [0.0, 1.0] * 8
     else:

@@ -12,7 +12,7 @@ All other tensors are optional:
     versions          [R] int32      optimizer steps of the weights that sampled each token
     token_ids         [R] int32
     rewards           [N] float32
-    groups            [N] int64      equal for the responses to one prompt
+    groups            [N] int64      equal for the responses of one group
     prompt_lengths    [N] int32      tokens of the prompt of each response
     prompt_ids        [P] int32      ids of the prompts, one after the other: with token_ids, `parity diagnose` can read
     support_sizes     [R] int32      number of tokens from which truncated sampling drew; 0 for the whole vocabulary

@@ -60,8 +60,6 @@ class Response:
     """[L] float32."""
     token_ids: Tensor | None = None
     """[L] int32."""
-    prompt: bytes | None = None
-    """The token ids before the response: equal for the responses to one prompt."""
     reward: float | None = None
 
 
@@ -82,13 +80,12 @@ class Source:
 def bundle_from(responses: Sequence[Response], source: Source, problems: Problems) -> Bundle:
     """The responses as a bundle. A tensor is left out unless every response has it.
 
+    It has no `groups`: no file that is read here names the group of a response, and two groups may have one prompt.
     Raises BundleError with the problems noted before, or if no token counts.
     """
     if not problems and not any(bool(each.mask.any()) for each in responses):
         problems.add("no token in it is one that the model sampled: the mask is 0 everywhere")
     problems.refuse()
-    prompts = [each.prompt for each in responses if each.prompt is not None]
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     rewards = [each.reward for each in responses if each.reward is not None]
     whole = len(responses)
     return Bundle(
@@ -99,7 +96,6 @@ def bundle_from(responses: Sequence[Response], source: Source, problems: Problem
         advantages=_together([each.advantages for each in responses]),
         token_ids=_together([each.token_ids for each in responses]),
         rewards=torch.tensor(rewards, dtype=torch.float32) if len(rewards) == whole else None,
-        groups=torch.tensor([numbers[each] for each in prompts]) if len(prompts) == whole else None,
         metadata=source.metadata(),
     )
 
@@ -140,8 +136,3 @@ def sampled_part(mask: Tensor) -> slice:
     """[L] bool -> from the first to the last token where it is True; empty if there is none."""
     places = mask.nonzero().flatten()
     return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
-
-
-def prompt_key(token_ids: Tensor) -> bytes:
-    """The token ids [P] int32 of a prompt, as bytes that tell prompts apart."""
-    return token_ids.numpy().tobytes()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trainer.replay.peers.jsonl import Row
-from trainer.replay.peers.rows import Problems, Response, prompt_key, sampled_part
+from trainer.replay.peers.rows import Problems, Response, sampled_part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,6 @@ class WholeSequence:
             mask=(self.sampled & counts)[part],
             advantages=None if self.advantages is None else self.advantages[part],
             token_ids=None if self.token_ids is None else self.token_ids[part],
-            prompt=None if self.token_ids is None else prompt_key(self.token_ids[: part.start]),
             reward=reward,
         )
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from trainer.replay.bundle import Bundle
-from trainer.replay.peers.rows import Problems, Response, Source, bundle_from, floats, integers, number, prompt_key
+from trainer.replay.peers.rows import Problems, Response, Source, bundle_from, floats, integers, number
 from trainer.replay.peers.torch_file import load_torch_file
 
 VERSION = 2
@@ -93,7 +93,7 @@ def read_slime(paths: Sequence[Path]) -> Bundle:
             more = {"rank": str(file.get("rank"))}
         seen: Counter[tuple[object, bytes]] = Counter()
         for part in _parts(file, where, problems):
-            name = (part.index, prompt_key(part.tokens))
+            name = (part.index, part.tokens.numpy().tobytes())
             # Twice in one file are two responses with the same words; in two files one response on two ranks.
             seen[name] += 1
             found.setdefault((*name, seen[name]), []).append((rank, part))
@@ -200,7 +200,6 @@ def _response(parts: Sequence[tuple[Rank, Part]], problems: Problems) -> Respons
         mask=first.mask != 0,
         advantages=_joined(advantages, "advantages", problems) if advantages else None,
         token_ids=first.tokens[begin:],
-        prompt=prompt_key(first.tokens[:begin]),
         reward=first.reward,
     )
 
