@@ -156,9 +156,36 @@ def test_a_sweep_has_a_home_directory_in_each_value_and_in_its_own_directory(hom
     assert resolution.run_dir(1) == home / "sweep" / "1"
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("~/a/${run.recipe},~/b", ["/a/arithmetic_grpo", "/b"]),
+        ("~/${oc.env:UNSET_HERE,q},~/${oc.env:UNSET_HERE,'q r'}.d", ["/q", "/q r.d"]),
+        ("~/${oc.env:UNSET_HERE,${run.recipe}}/x,~/b", ["/arithmetic_grpo/x", "/b"]),
+        ("choice(~/a,'~/b,c')", ["/a", "/b,c"]),
+        ("sort(~/b=2,~/a:1 x)", ["/a:1 x", "/b=2"]),
+        ("~/a [1],~/{b}#2,~/c\\,d", ["/a [1]", "/{b}#2", "/c,d"]),
+    ],
+)
+def test_a_sweep_takes_from_home_what_it_takes_elsewhere(home: Path, value: str, expected: list[str]) -> None:
+    words = ("advantage.estimator=gae", f"critic.path={value}", "hydra.sweep.dir=~/sw/${run.recipe}")
+    resolution = resolved(*words, multirun=True)
+    assert not resolution.problems, list(map(str, resolution.problems))
+    paths = [run.config.critic.path for run in resolution.runs if run.config is not None]
+    assert paths == [f"{home}{path}" for path in expected]
+    assert resolution.run_dir(1) == home / "sw" / "arithmetic_grpo" / "1"
+
+
+@pytest.mark.parametrize("value", ["glob(~/data/*)", "~/it's,~/b", "[~/a,(~/b]", "tag(~/a)"])
+def test_a_path_of_a_sweep_that_is_refused_is_quoted_as_it_was_typed(home: Path, value: str) -> None:
+    [problem] = resolved("run.seed=0,1", f"critic.path={value}", multirun=True).problems
+    assert problem.key == "critic.path" and problem.value in (value, f"critic.path={value}")
+    assert "'~" not in f"{problem.rule}{problem.remedy}"
+
+
 def test_a_deletion_is_no_path() -> None:
     assert quoted_home("~optim.lr") == "~optim.lr" and quoted_home("~model=~/x") == "~model='~/x'"
-    for word in ("a=[x,'~/y',${b:~/z}]", 'a="it\'s ~/x"', "a=1e-5", "a={b:c}", "a=choice(~/a,b)", "a='b,~c'", "a="):
+    for word in ("a=[x,'~/y',${b:~/z}]", 'a="it\'s ~/x"', "a=1e-5", "a={b:c}", "a='b,~c'", "a=", "a=x'~'"):
         assert quoted_home(word) == quoted_home(word, sweeps=True) == word
     with hydra_session(find_recipe("arithmetic_grpo", own_dir=None), None) as loader:  # type: ignore[arg-type]
         [override], problems = parse(["~tracking.tags"], loader=loader, multirun=False)

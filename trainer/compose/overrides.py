@@ -15,6 +15,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
+from hydra.grammar.gen.OverrideLexer import InputStream, OverrideLexer  # type: ignore[attr-defined]  # generated
 
 from algorithms.config import Problem
 from trainer.config.train import GROUPS
@@ -23,11 +24,17 @@ SWEEP_DIR = "hydra.sweep.dir"
 """Key of the directory of a sweep, the only key of Hydra's own config that has an effect."""
 _APART = re.compile(r"(?:^|\0)([^\0= ]+)(?: +=|\0=|=\0)[ \0]*([^\0=]*)(?=\0|$)")
 """In words joined by NUL: a key, and its value, that are apart as in `optim.lr = 1e-3`."""
-_FROM_HOME = re.compile(
-    r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\$\{[^}]*\}"""  # what Hydra reads as it is
-    r"""|(?:^|(?<=[,\[{:]))\s*(?P<path>[^,:~'"()\[\]{}]*~[^,\]}]*)"""
-)
-"""In the value of an override: a quoted text, an interpolation, or a text with a ~."""
+_CLOSING = {
+    OverrideLexer.POPEN: OverrideLexer.PCLOSE,
+    OverrideLexer.BRACKET_OPEN: OverrideLexer.BRACKET_CLOSE,
+    OverrideLexer.BRACE_OPEN: OverrideLexer.BRACE_CLOSE,
+}
+"""Token that opens a list, a mapping or the arguments of a function -> token that closes it."""
+_NAMING = {(OverrideLexer.BRACE_CLOSE, OverrideLexer.COLON), (OverrideLexer.PCLOSE, OverrideLexer.EQUAL)}
+"""(token that closes a mapping or arguments, token in it that stands between a name and its value)."""
+_INTERPOLATION = re.compile(r"\$\{[^}]*\}")
+_ESCAPE = re.compile(r"\\([\\()\[\]{}:=, \t])")
+"""A character after a backslash, which Hydra takes away in a text without quotes, and keeps within quotes."""
 _SHORT, _LONG = "resume=", "run.resume="
 
 
@@ -71,9 +78,9 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
     parser = OverridesParser.create(config_loader=loader)
     parsed: list[Override] = []
     words, problems = _spaced(words)
-    for word in (quoted_home(word, sweeps=multirun) for word in words):
+    for word in words:
         try:
-            override = parser.parse_overrides([word])[0]
+            override = parser.parse_overrides([quoted_home(word, sweeps=multirun)])[0]
         except HydraException as error:
             problems.append(_refused(word, error))
             continue
@@ -88,13 +95,45 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
 def quoted_home(word: str, *, sweeps: bool = False) -> str:
     """The same word, with quotes around each path that holds a ~, which Hydra's grammar refuses without them.
 
-    A path that begins with ~ may hold commas, unless the word `sweeps`.
+    A value that begins with ~ is one path, unless the word `sweeps`. Else Hydra's own tokens say where a text ends; a
+    ~ in quotes or in an interpolation needs no quotes of ours.
     """
     key, is_set, value = word.partition("=")
     if value.startswith("~") and not sweeps:
-        return f"{key}={_quoted(value)}"
-    shown = _FROM_HOME.sub(lambda found: _quoted(found["path"].rstrip()) if found["path"] else found[0], value)
-    return f"{key}{is_set}{shown}"
+        return f"{key}={_literal(value)}"
+    lexer = OverrideLexer(InputStream(value.replace("~", "?")))  # in a text Hydra takes a ?, but no ~
+    lexer.removeErrorListeners()  # what is no token stays in its text, or is refused when the word is parsed
+    lexer.mode(OverrideLexer.VALUE_MODE)
+    shown, begin = "", 0
+    closing: list[int] = []
+    for token in lexer.getAllTokens():
+        is_path = _is_path(value[begin : token.start])
+        if token.type in _CLOSING and not is_path:
+            closing.append(_CLOSING[token.type])
+        elif closing and token.type == closing[-1]:
+            closing.pop()
+        elif token.type != OverrideLexer.COMMA and (is_path or (*closing[-1:], token.type) not in _NAMING):
+            continue
+        shown += _as_path(value[begin : token.start]) + value[token.start : token.stop + 1]
+        begin = token.stop + 1
+    return f"{key}{is_set}{shown}{_as_path(value[begin:])}"
+
+
+def _is_path(text: str) -> bool:
+    """Whether a ~ is in a text that has no quotes, interpolations aside."""
+    bare = _INTERPOLATION.sub("", text)
+    return "~" in bare and not {"'", '"'} & set(bare)
+
+
+def _as_path(text: str) -> str:
+    return _literal(text.strip()) if _is_path(text) else text
+
+
+def _literal(text: str) -> str:
+    """A text without quotes, as Hydra would read it, in quotes."""
+    # OmegaConf reads no quotes with a backslash before them in an interpolation.
+    quote = Quote.double if "'" in text else Quote.single
+    return QuotedString(text=_ESCAPE.sub(r"\1", text), quote=quote).with_quotes()
 
 
 def _spaced(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
@@ -120,7 +159,8 @@ def expand(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
     for override in overrides:
         key = override.get_key_element()
         if override.is_sweep_override():
-            choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            # A function such as choice takes the quotes from its texts.
+            choices[key] = [quoted_home(f"{key}={value}") for value in override.sweep_string_iterator()]
         else:
             choices[key] = [override.input_line or key]
     return list(itertools.product(*choices.values()))
@@ -162,11 +202,12 @@ def _refused(word: str, error: HydraException) -> Problem:
     # Hydra writes the reason between the word itself and a link.
     reason = next(line for line in str(error).splitlines() if not line.startswith(("Error parsing", "See ")))
     reason = reason.removeprefix("LexerNoViableAltException: ")
+    rule = "cannot be read" if "~" in value else f"cannot be read ({reason})"  # Hydra did not get what was typed
     remedy = "Quote a value that holds special characters: \"key='a=b, c'\"."
     if "'" in value:
         text = value.removeprefix("'").removesuffix("'")
         remedy = f'A text with an apostrophe stands in double quotes: "{key}=\\"{text}\\"".'
-    return Problem(key=key, rule=f"cannot be read ({reason})", value=word, remedy=remedy)
+    return Problem(key=key, rule=rule, value=word, remedy=remedy)
 
 
 def _without_effect(override: Override, word: str, *, multirun: bool) -> Problem | None:
