@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 from algorithms.config import Checked, Problem
-from algorithms.config.home import NAMES_PATHS
+from algorithms.config.home import MAY_NAME_PATHS
 from algorithms.config.rules import Rule, above, at_least, ruled, within
 
 
@@ -157,10 +157,10 @@ class SGLangConfig(EngineConfig):
     The API keys come from the environment: PARITY_SGLANG_API_KEY and PARITY_SGLANG_ADMIN_API_KEY."""
     allow_remote: bool = False
     """Allow servers on other machines. Prompts, responses and keys then cross the network."""
-    engine_args: Annotated[dict[str, Any], NAMES_PATHS] = field(default_factory=dict)
-    """SGLang server options in snake_case, passed through; a ~ at the start of a text becomes the home directory. Add
-    one with +rollout.engine_args.NAME=value. tp_size is the number of GPUs of one engine (tensor parallelism), which
-    are on one machine."""
+    engine_args: Annotated[dict[str, Any], MAY_NAME_PATHS] = field(default_factory=dict)
+    """SGLang server options in snake_case, passed through; ~ or ~user at the start of a text becomes that home
+    directory where there is such a user. Add one with +rollout.engine_args.NAME=value. tp_size is the number of GPUs of
+    one engine (tensor parallelism), which are on one machine."""
 
     @property
     def max_running(self) -> int | None:

@@ -7,13 +7,16 @@ A field whose text names a file or a directory says so by its type, `path: PathT
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, get_args, get_type_hints
 
 from algorithms.config.rules import ConfigError, Problem
 
 NAMES_PATHS = "texts in it name files or directories"
-"""Mark of the type of a field: Annotated[dict[str, Any], NAMES_PATHS]."""
+MAY_NAME_PATHS = "texts in it may name files or directories"
+"""Marks of the type of a field: Annotated[dict[str, Any], MAY_NAME_PATHS]. The second is for an open mapping, of which
+no rule says what a text is: a ~ of an unknown user then stays as it is."""
 PathText = Annotated[str, NAMES_PATHS]
 """A text that names a file or a directory, also with more behind it: path.py:name, directory@split."""
 
@@ -36,11 +39,12 @@ def from_home(text: str, *, key: str) -> str:
 
 
 @cache
-def path_fields(kind: type) -> frozenset[str]:
-    """Fields of a config class whose texts name files or directories."""
+def path_fields(kind: type) -> Mapping[str, str]:
+    """Fields of a config class whose texts name, or may name, files or directories -> the mark that says which."""
     hints = get_type_hints(kind, include_extras=True)
-    return frozenset(name for name, hint in hints.items() if _names_paths(hint))
+    return {name: marks[0] for name, hint in hints.items() if (marks := _marks(hint))}
 
 
-def _names_paths(hint: Any) -> bool:
-    return NAMES_PATHS in getattr(hint, "__metadata__", ()) or any(map(_names_paths, get_args(hint)))
+def _marks(hint: Any) -> list[str]:
+    own = [mark for mark in getattr(hint, "__metadata__", ()) if mark in (NAMES_PATHS, MAY_NAME_PATHS)]
+    return own + [mark for inner in get_args(hint) for mark in _marks(inner)]

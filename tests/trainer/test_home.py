@@ -196,7 +196,6 @@ def test_a_deletion_is_no_path() -> None:
     ("word", "key"),
     [
         ("run.dir=~nobody_here/x", "run.dir"),
-        ("+cluster.env.X=~nobody_here", "cluster.env.X"),
         ("+eval.sets.more=~nobody_here/a@train", "eval.sets.more"),
         ("reward.function=~nobody_here/a.py:f", "reward.function"),
         ("hydra.sweep.dir=~nobody_here", "hydra.sweep.dir"),
@@ -210,6 +209,16 @@ def test_a_user_that_nobody_knows_is_a_problem_and_no_directory(home: Path, word
     file = own_recipe(home, "defaults: [/arithmetic_grpo, _self_]\nrun: {dir: ~nobody_here/x}\n")
     [problem] = resolve(file, (), own_dir=None, multirun=False).problems
     assert problem.key == f"{file}: run.dir"
+
+
+def test_a_mapping_of_any_values_keeps_a_tilde_of_no_user(home: Path) -> None:
+    file = own_recipe(home, RECIPE.format(home="~"))
+    for value in ("~5", "~nobody_here/x", "~/x", "~root/x"):
+        words = (f"+rollout.engine_args.a={value}", f"+rollout.engine_args.b=[{value},1]")
+        config = config_in(file, f"+cluster.env.A={value}", *words)
+        expected = {"~/x": f"{home}/x", "~root/x": f"{pwd.getpwnam('root').pw_dir}/x"}.get(value, value)
+        arguments = values_of(config)["rollout.engine_args"]
+        assert (config.cluster.env["A"], arguments["a"], arguments["b"]) == (expected, expected, [expected, 1])
 
 
 def test_the_study_has_its_directory_from_home(home: Path) -> None:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.config import Checked, ConfigError, Problem
-from algorithms.config.home import from_home, path_fields
+from algorithms.config.home import NAMES_PATHS, from_home, path_fields
 from trainer.compose.overrides import SWEEP_DIR
 from trainer.rundir.provenance import escaped
 
@@ -43,7 +43,8 @@ def _expand_section(node: object, kind: type, key: str, changed: dict[str, objec
         if name not in node.keys():  # noqa: SIM118 - as above
             continue
         if name in path_fields(kind):
-            _expand_key(node, name, f"{key}.{name}", changed, problems)
+            must = path_fields(kind)[name] == NAMES_PATHS
+            _expand_key(node, name, f"{key}.{name}", changed, problems if must else [])
         elif isinstance(hint, type) and issubclass(hint, Checked):
             _expand_section(node._get_node(name), hint, f"{key}.{name}", changed, problems)
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from algorithms.config import Checked, Problem
-from algorithms.config.home import PathText
+from algorithms.config.home import MAY_NAME_PATHS, PathText
 from algorithms.config.rules import Rule, above, at_least, given, ruled, within
 from rollout.config import DType
 
@@ -293,10 +293,10 @@ class ClusterConfig(Checked):
     residency: Residency = Residency.auto
     """Let policy and engines take turns on GPUs that they share: auto, always or never. Sleep and wake take time in
     every step."""
-    env: dict[str, PathText] = field(default_factory=dict)
+    env: Annotated[dict[str, str], MAY_NAME_PATHS] = field(default_factory=dict)
     """Environment variables of ranks and engines on every machine, for example NCCL_IB_HCA; add one with
-    +cluster.env.NAME=value. A ~ at the start of a value is the home directory on this machine. A secret is better set
-    where Ray is started."""
+    +cluster.env.NAME=value. A ~ or ~user at the start of a value is that home directory on this machine; without such a
+    user the value stays as it is. A secret is better set where Ray is started."""
 
     def conflicts(self) -> Iterator[Problem]:
         for name, value in self.env.items():
