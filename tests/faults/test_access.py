@@ -76,6 +76,18 @@ def test_ray_of_a_run_lets_nobody_in_and_leaves_nothing(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
+def test_ray_of_a_run_has_its_files_below_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:
+        monkeypatch.setenv("HOME", home)
+        monkeypatch.setenv("RAY_TMPDIR", "~/r")
+        with ray_session(None):
+            session = Path(ray._private.worker._global_node.get_session_dir_path())  # type: ignore[attr-defined]
+            assert session.is_relative_to(Path(home) / "r")
+        assert [*(Path(home) / "r").glob("parity-*")] == [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.slow
 def test_a_process_whose_own_ray_ended_joins_a_cluster_without_a_token() -> None:
     """Ray's part in this process must not ask the nodes of the second cluster for the token of the first."""
 

@@ -25,6 +25,7 @@ from trainer.compose.overrides import parse, quoted_home
 from trainer.compose.read import read_own_keys
 from trainer.compose.session import hydra_session
 from trainer.config.train import GROUPS, TrainConfig
+from trainer.run.start import variable_problems
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.provenance import config_document
 from trainer.rundir.weights_source import find_source
@@ -219,6 +220,27 @@ def test_a_mapping_of_any_values_keeps_a_tilde_of_no_user(home: Path) -> None:
         expected = {"~/x": f"{home}/x", "~root/x": f"{pwd.getpwnam('root').pw_dir}/x"}.get(value, value)
         arguments = values_of(config)["rollout.engine_args"]
         assert (config.cluster.env["A"], arguments["a"], arguments["b"]) == (expected, expected, [expected, 1])
+
+
+def test_a_variable_that_names_a_directory_knows_the_home_directory(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("tracking.wandb=disabled")
+    monkeypatch.setenv("RAY_TMPDIR", "~/new/ray")
+    assert [*variable_problems([config])] == [] and not (home / "new").exists()
+    (home / "file").touch()
+    for value, rule in {"~nobody_here/r": "must not begin with ~nobody_here", "~/file": "must be a directory"}.items():
+        monkeypatch.setenv("RAY_TMPDIR", value)
+        [problem] = variable_problems([config])
+        assert problem.key == "$RAY_TMPDIR" and problem.rule.startswith(rule)
+        assert [*variable_problems([config_of("tracking.wandb=disabled", "cluster.address=auto")])] == []
+    monkeypatch.delenv("RAY_TMPDIR")
+    for name in ("WANDB_DIR", "NETRC"):
+        monkeypatch.setenv(name, "~nobody_here/x")
+        [problem] = variable_problems([config_of("tracking.wandb=offline")])
+        assert problem.key == f"${name}" and [*variable_problems([config])] == []
+        monkeypatch.setenv(name, "~/x")
+        assert [*variable_problems([config_of("tracking.wandb=offline")])] == []
 
 
 def test_the_study_has_its_directory_from_home(home: Path) -> None:

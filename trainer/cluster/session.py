@@ -24,6 +24,7 @@ from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ig
 from ray.exceptions import RpcError
 from ray.job_config import JobConfig
 
+from algorithms.config.home import from_home
 from rollout.processes.scratch import Scratch
 from trainer.cluster.bundles import PlacementError
 from trainer.cluster.deadline import RayAnswerError, end_ray, ray_answer
@@ -68,6 +69,8 @@ def ray_session(address: str | None) -> Iterator[None]:
     A cluster at an address has the token of its owner. Ray of this process has a token and files of its own, which no
     other user of the machine can read.
     """
+    if chosen := os.environ.get("RAY_TMPDIR"):
+        os.environ["RAY_TMPDIR"] = from_home(chosen, key="$RAY_TMPDIR")  # Ray would make a directory named ~
     with ExitStack() as ends:
         ends.enter_context(_replaced(ray_worker, "print_to_stdstream", _log_messages))
         if address is not None:
@@ -136,8 +139,9 @@ def _log_messages(message: dict[str, Any], ignore_prefix: bool) -> None:
 
 
 def _ray_parent() -> Path:
-    """The directory for Ray's temporary files: RAY_TMPDIR as Ray reads it, or one with a path short enough."""
+    """The directory for Ray's temporary files: RAY_TMPDIR, made as Ray makes it, or one with a path short enough."""
     if chosen := os.environ.get("RAY_TMPDIR"):
+        Path(chosen).mkdir(parents=True, exist_ok=True)
         return Path(chosen)
     usual = tempfile.gettempdir()
     return Path(usual if len(os.fsencode(usual)) <= RAY_PARENT_BYTES else "/tmp")  # noqa: S108 - below it: mkdtemp

@@ -11,7 +11,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from algorithms.config import Problem
+from algorithms.config import ConfigError, Problem
+from algorithms.config.home import from_home
 from rollout.config import SGLANG_REMEDY, SGLangConfig
 from rollout.sglang.cuda_packages import CUDA_REMEDY, cuda_problem, torch_without_cuda
 from trainer.compose.compose import Resolution
@@ -47,6 +48,7 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
         )
     configs = [run.config for run in resolution.runs if run.config is not None]
     problems += [problem for problem in [wandb_mode_problem(configs)] if problem is not None]
+    problems += variable_problems(configs)
     if any(config.tracking.tensorboard for config in configs):
         problems += [problem for problem in [missing_tensorboard()] if problem is not None]
     found = [problem for config in configs for problem in gpu_package_problems(config, trains=trains)]
@@ -96,6 +98,22 @@ def wandb_mode_problem(configs: Sequence[TrainConfig]) -> Problem | None:
         return None
     remedy = f"Unset it, or {WANDB_MODE}={WandbMode.offline.name}."
     return Problem(key=f"${WANDB_MODE}", rule=f"must be one of {', '.join(WANDB_MODES)}", value=value, remedy=remedy)
+
+
+def variable_problems(configs: Sequence[TrainConfig]) -> Iterator[Problem]:
+    """Yield the problems of the files and directories that the environment names, each if a run uses it."""
+    wandb = any(config.tracking.wandb is not WandbMode.disabled for config in configs)
+    own_ray = any(config.cluster.address is None for config in configs)
+    for name, is_used in (("RAY_TMPDIR", own_ray), ("WANDB_DIR", wandb), ("NETRC", wandb)):
+        if not (value := os.environ.get(name)) or not is_used:
+            continue
+        try:
+            path = Path(from_home(value, key=f"${name}"))
+        except ConfigError as error:
+            yield from error.problems
+            continue
+        if name == "RAY_TMPDIR" and (unusable := unusable_problem(f"${name}", path)) is not None:
+            yield unusable
 
 
 def missing_tensorboard() -> Problem | None:
