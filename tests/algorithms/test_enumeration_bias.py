@@ -133,6 +133,19 @@ def test_the_order_of_the_biases(noise: float) -> None:
         )
 
 
+def test_ppo_is_clips_before_the_first_update() -> None:
+    for seed in range(5):
+        case = random_case(seed, noise=0.5)
+        assert torch.equal(case.logits, case.old_logits)
+        ratio = case.log_rho().exp()
+        clipped = torch.where(case.advantages > 0, ratio > 1.2, ratio < 0.8)
+        assert clipped.any() and not clipped.all()
+        coefficients = score_coefficients(case, PPOISConfig())
+        assert torch.equal(coefficients == 0, clipped)
+        assert torch.equal(score_coefficients(case, BypassConfig()), coefficients)
+        assert (score_coefficients(case, RecomputeConfig()) != 0).all()
+
+
 def test_token_truncation_is_inert_while_no_ratio_reaches_the_cap() -> None:
     cases = [random_case(seed, noise=0.05) for seed in range(5)]
     assert all(case.log_rho().max() < math.log(2) for case in cases)
