@@ -9,12 +9,14 @@ page and file differ. A claim has one of these tables, which says how it is judg
               not below, equal
     event     seeds: what each seed did; expected: above or below; limit: a number, or one number per seed
     range     seeds; lowest, highest: the claimed range
-    example   seeds: differences of two computations that the claim calls different
-    proof     tests: functions of tests/ that enumerate, count or compare bits, as file::function
+    example   seeds: differences of two computations on the same tokens that the claim calls different
+    proof     tests: functions of tests/ that enumerate, count, compare bits, or compare with another implementation to
+              a tolerance, which the row gives, as file::function
     not_run   why
 
 A claim may also have a premise, an order or an event: where that is not confirmed the claim was not tested. A side has
-a value per seed (`values`), or `lowest` and `highest` of so many `seeds` where no more was kept.
+a value per seed (`values`), or `lowest` and `highest` of so many `seeds` where no more was kept. Where the values are
+not of seeds but of steps or settings, `of` names them, and they confirm nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import date
 from functools import cache
 from math import comb
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGE = ROOT / "docs" / "seeds.toml", ROOT / "docs" / "seeds.md"
@@ -41,11 +43,14 @@ BEGIN, END = (
 )
 LEAST_SEEDS = 3
 CONFIDENCE = 0.95
+SEEDS = "seeds"
 
 VERDICTS = {
     "confirmed": "every seed shows the claim: the two ranges do not overlap, or each value is beyond the limit or in "
-    "the claimed range. Or a test proves the claim. Or two computations are claimed to differ, and one difference is "
-    "there",
+    "the claimed range. Or a test proves the claim. Or two computations on the same tokens are claimed to differ, and "
+    "one difference is there",
+    "seen once": "as confirmed, but the values are not of seeds: they are of steps of one run, or of runs with one "
+    "setting each",
     "bounded": "the claim says that two sides are equal, or that one is no worse. The ranges overlap, which confirms "
     f"nothing; there are enough seeds to bound the median difference with {CONFIDENCE:.0%} confidence",
     "in part": "some seeds show the claim, others do not",
@@ -53,7 +58,7 @@ VERDICTS = {
     "not seen": "it was run, and no seed shows what is claimed to happen",
     "contrary": "every seed shows the opposite: the two ranges lie the other way round, or do not overlap although the "
     "claim calls them equal, or each value is outside of the claimed range",
-    "not tested": "the claim is about what follows after something, and that did not happen",
+    "not tested": "the claim is about what follows after something, and that did not happen with every seed",
     "not run": "nothing was run that can show it",
 }
 """Verdict -> its rule, as the page gives it."""
@@ -79,6 +84,8 @@ class Side:
     values: tuple[float, ...] = ()
     """One value per seed; empty where only the range was kept."""
     name: str = ""
+    of: str = SEEDS
+    """What the values are of, and what `seeds` counts."""
 
     @classmethod
     def read(cls, table: Mapping[str, Any]) -> Side:
@@ -92,12 +99,14 @@ class Side:
 
     def __str__(self) -> str:
         span = " to ".join(dict.fromkeys((str(self.lowest), str(self.highest))))
-        numbers = ", ".join(map(str, self.values)) or f"{span} ({self.seeds})"
-        return f"{self.name} {numbers}".strip()
+        number = f" ({self.seeds} {self.of})" if not self.values or self.of != SEEDS else ""
+        return f"{self.name} {', '.join(map(str, self.values)) or span}{number}".strip()
 
 
 class Judge(Protocol):
-    """How numbers judge a claim."""
+    """How numbers judge a claim: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def verdict(self) -> str:
         """One of VERDICTS."""
@@ -140,6 +149,8 @@ class Order:
         """
         pairs = len(self.left.values)
         if self.expected not in ("not below", "equal") or pairs != len(self.right.values):
+            return None
+        if not self.left.of == self.right.of == SEEDS:
             return None
         allowed = (1 - CONFIDENCE) / (2 if self.expected == "equal" else 1)
         below = [sum(comb(pairs, i) for i in range(r + 1)) / 2**pairs for r in range(pairs)]
@@ -238,7 +249,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """Tests that enumerate every case, count, or compare every bit."""
+    """Tests that enumerate every case, count, compare every bit, or compare with another implementation."""
 
     tests: tuple[str, ...]
 
@@ -301,6 +312,19 @@ def _judge(table: Mapping[str, Any]) -> Judge:
     return JUDGES[kind](table[kind])
 
 
+def sides(judge: Judge) -> list[Side]:
+    """Every side that a judge compares."""
+    return [value for field in fields(judge) if isinstance(value := getattr(judge, field.name), Side)]
+
+
+def _verdict(judge: Judge) -> str:
+    """The verdict of `judge`; where its values are not of seeds, nothing is confirmed and nothing is contrary."""
+    word = judge.verdict()
+    if all(side.of == SEEDS for side in sides(judge)):
+        return word
+    return {"confirmed": "seen once", "contrary": "not seen"}.get(word, word)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """What was run, and where its numbers stand in full."""
@@ -340,9 +364,9 @@ class Claim:
             raise ValueError(f"seeds.toml: {table.get('says')!r}: {type(error).__name__}: {error}") from error
 
     def verdict(self) -> str:
-        if self.premise is not None and self.premise.verdict() != "confirmed":
+        if self.premise is not None and _verdict(self.premise) != "confirmed":
             return "not tested"
-        return self.judge.verdict()
+        return _verdict(self.judge)
 
     def row(self) -> str:
         run = "" if self.run is None else f" ({_link(self.run)})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -13,16 +12,11 @@ from test_style import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from claims import BEGIN, DATA, END, JUDGES, PAGE, VERDICTS, Claim, Side, page_with, read, tables
+from claims import BEGIN, DATA, END, JUDGES, PAGE, VERDICTS, Claim, page_with, read, sides, tables
 
 TEXT = DATA.read_text(encoding="utf-8")
 NUMBER_OF_FILE = re.compile(r"(?<=[\[ ])\d+(?:\.\d+)?(?:e-\d+)?(?=[,\]\n ])", re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
-
-
-def sides(judge: Any) -> list[Side]:
-    """Every side that a judge compares."""
-    return [value for field in fields(judge) if is_dataclass(value := getattr(judge, field.name))]
 
 
 def test_the_page_is_current() -> None:
@@ -152,6 +146,28 @@ def test_what_follows_from_something_is_tested_only_where_that_happened() -> Non
     for values, word in ((HIGH, "not run"), (LOW, "not tested"), ((0.1, 0.7, 0.8), "not tested")):
         premise = {"expected": "above", "limit": 0.5, "seeds": seeds(*values)}
         assert Claim.read(claim | {"premise": {"event": premise}}, {}).verdict() == word
+
+
+def test_values_that_are_not_of_seeds_confirm_nothing() -> None:
+    def claimed(kind: str, **table: Any) -> Claim:
+        return Claim.read({"source": "A", "says": "-", kind: table}, {})
+
+    middle = seeds(0.6, 0.4, 0.5)
+    for values, word in ((HIGH, "seen once"), (TOUCHING_HIGH, "not told apart"), (LOW, "not seen")):
+        steps = seeds(*values) | {"of": "steps of one run"}
+        claim = claimed("order", expected="above", left=steps, right=middle)
+        assert claim.verdict() == word and "(3 steps of one run)" in claim.row()
+        assert claimed("order", expected="below", left=middle, right=steps).verdict() == word
+    runs = seeds(1.0, 2.0, 3.0) | {"of": "runs"}
+    for limit, word in ((0.5, "seen once"), (1.5, "in part"), (3.5, "not seen")):
+        assert claimed("event", expected="above", limit=limit, seeds=runs).verdict() == word
+    assert claimed("range", lowest=0, highest=4, seeds=runs).verdict() == "seen once"
+    many = seeds(*[0.5] * 8)
+    assert verdict("order", expected="equal", left=many, right=many | {"of": "steps"}) == "not told apart"
+    premise = {"event": {"expected": "above", "limit": 0.5, "seeds": runs}}
+    claim = {"source": "C", "says": "-", "not_run": {"why": "-"}, "premise": premise}
+    assert Claim.read(claim, {}).verdict() == "not tested"
+    assert "(3 seeds)" in claimed("example", seeds={"lowest": 1.0, "highest": 2.0, "seeds": 3}).row()
 
 
 @pytest.mark.parametrize(
