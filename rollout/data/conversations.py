@@ -27,7 +27,7 @@ ASSISTANTS = ("assistant", *(role for role, usual in USUAL_ROLES.items() if usua
 """Roles of whoever answers."""
 WITHOUT_CONTENT = ("tool_calls", "function_call", "reasoning_content", "refusal")
 """Fields beside which a message of the assistant needs no content."""
-_THOUGHTS_END = re.compile(r"</\w*think\w*>")
+_THOUGHTS_END = re.compile(r"</\w*think\w*>|\[/THINK\]")
 _LIKE_MESSAGES = re.compile(r"(?:array\()?[\[({\"\s].*?\brole\W+(?:user|system|assistant|human)\b", re.DOTALL)
 """A list of messages in some form of text; no prompt in words begins like that."""
 
@@ -158,7 +158,8 @@ def left_out_problem(messages: Messages, text: str) -> str:
     written = "".join(text.split())
     for message in messages:
         said = _THOUGHTS_END.split(message["content"])[-1]  # a template may leave out what the assistant thought
-        if "".join(said.split()) not in written:
+        forms = {said, json.dumps(said, ensure_ascii=False)[1:-1]}  # templates write what tools say as JSON
+        if not any("".join(form.split()) in written for form in forms):
             return f"the chat template leaves out the message of the {message['role']}: write its text into another one"
         for call in message.get("tool_calls", ()):
             name = str(call.get("function", call).get("name", "")) if isinstance(call, dict) else ""

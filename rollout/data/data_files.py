@@ -24,6 +24,7 @@ import numpy as np
 from algorithms.config import Problem
 from rollout.data.word_problems import NAME as WORD_PROBLEMS
 from rollout.data.word_problems import word_problems
+from rollout.similar_file import PACKED
 from rollout.task_config import HUB_SOURCE, READERS, is_pattern, is_saved, matching_files
 
 BATCH_ROWS = 1000
@@ -105,7 +106,8 @@ def read_rows(source: str) -> Iterator[RawRow]:
         return _rows_of_all(matching_files(source))
     suffix = path.suffix.lower()
     if suffix not in READERS:
-        raise ValueError(f"{source}: the suffix must be one of {', '.join(READERS)}, got {suffix!r}")
+        way_out = ". Unpack it" if suffix in PACKED else ""
+        raise ValueError(f"{source}: the suffix must be one of {', '.join(READERS)}, got {suffix!r}{way_out}")
     return _shallow(_line_rows(path) if suffix == ".jsonl" else _file_rows(path, suffix))
 
 

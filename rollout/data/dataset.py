@@ -22,7 +22,7 @@ from rollout.data.chat_template import ChatTemplate
 from rollout.data.data_files import BadRow, DataError, is_local, plain
 from rollout.data.file_prompts import UNJUDGED, Judgement, SourceReport, file_prompts, source_rows
 from rollout.data.special_tokens import prompt_ids
-from rollout.data.turn_ends import turn_end
+from rollout.data.turn_ends import no_beginning_note, turn_end
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, OnBadRow
 from rollout.types import Prompt
 
@@ -34,6 +34,8 @@ LISTED_ROWS = 20
 """Number of bad rows that an error lists; further rows are only counted."""
 LISTED_LONG_ROWS = 3
 """Number of them whose prompt is too long."""
+SHOWN = 10
+"""Prompts whose end is looked at."""
 TRAIN_KEY = "data.train_path"
 CHECKED_ROWS = 10_000
 """Rows per source that are read before anything is loaded, a second's work; the run itself reads all."""
@@ -117,6 +119,8 @@ def _file_dataset(
     for report, prompts in zip(reports[1:], held, strict=True):
         if shared := sum(prompt.text in trained for prompt in prompts):
             notes.append(f"{report.source}: {shared:,} of its prompts are training prompts too")
+    if end is not None and (note := no_beginning_note(end, [prompt.text for prompt in train[:SHOWN]], tokenizer)):
+        notes.append(note)
     return Dataset(
         train=train,
         heldout=held[0],

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 LOOKED_AT = 100
 """Number of rows from which the layout is recognised."""
 LISTED_NUMBERS = 10
+MEDIA = ("<image>", "<video>", "<audio>")
+"""Places of what is no text; the column that holds it has the name, or the plural."""
 _SHARD = re.compile(r"-[0-9]{5}-of-(?P<count>[0-9]{5})\.")
 """As the hub names the files of a split."""
 NO_TEMPLATE = Rendered("", "chat messages need a tokenizer with a chat template, and the model's has none")
@@ -207,10 +209,20 @@ def _usable_rows(rows: Iterator[RawRow], config: FileDataConfig, report: SourceR
                 raise ValueError(row.problem)
             prompt = prompt_value(columns.prompt(row.values), columns.prompt_key, continues=config.continue_assistant)
             answer = _answer_text(columns.answer(row.values), columns.answer_key)
+            _refuse_media(prompt, columns.others(row.values), columns.prompt_key)
         except ValueError as error:
             report.refuse(row, str(error))
             continue
         yield Row(number=row.number, prompt=prompt, answer=answer, others=columns.others(row.values), place=row.place)
+
+
+def _refuse_media(prompt: str | Messages, others: Mapping[str, Any], key: str) -> None:
+    """Raise ValueError for a prompt with the place of a picture, or its like, that another column holds."""
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    for place in MEDIA:
+        held = [column for column, value in others.items() if column.lower().startswith(place[1:-1]) and value]
+        if held and any(place in text for text in texts):
+            raise ValueError(f"{key} has {place}, from the column {held[0]}; Parity trains on text")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -350,4 +362,5 @@ def _answer_text(value: object, key: str) -> str:
         return str(value)
     if isinstance(value, float | Decimal) and math.isfinite(value):
         return plain_number(Decimal(str(value)))
-    raise ValueError(f"{key} must be text or a finite number, got {value!r:.80}")
+    way_out = ". Save the column as text" if hasattr(value, "isoformat") else ""
+    raise ValueError(f"{key} must be text or a finite number, got {value!r:.80}{way_out}")

@@ -88,6 +88,17 @@ def turn_end(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> int 
     return None
 
 
+def no_beginning_note(token_id: int, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str:
+    """A sentence if texts of `prompts` end with the turn of the one who asks, and begin no answer; else ""."""
+    token = str(tokenizer.added_tokens_decoder[token_id])
+    if not any(text.rstrip().endswith(token) for text in prompts):
+        return ""
+    return (
+        f"prompts end with {token}: the chat template writes no beginning of an answer, which the model must sample. A "
+        "template with add_generation_prompt writes it"
+    )
+
+
 def past_end_note(token_id: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """A sentence about a turn's end that ends no response."""
     token = tokenizer.convert_ids_to_tokens(token_id)

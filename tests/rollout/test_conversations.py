@@ -130,6 +130,21 @@ def test_a_message_that_the_template_leaves_out_makes_a_bad_row(tmp_path, role):
     assert loaded(tmp_path, tokenizer, [{"role": "user", "content": " 2+3?\n"}]).train[0].text == "[user]2+3?"
 
 
+def test_what_a_template_writes_in_another_form_is_not_left_out(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path / "other")
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'tool' %}{{ m.content | tojson }}"
+        "{% else %}{{ m.content.split('</think>')[-1] | trim }}{% endif %}{% endfor %}"
+    )
+    said = [
+        ASKED,
+        {"role": "assistant", "content": "<think>two</think> 5"},
+        {"role": "tool", "content": 'a "b"\n'},
+        ASKED,
+    ]
+    assert loaded(tmp_path, tokenizer, said).train[0].text == '[user]2+3?[assistant]5[tool]"a \\"b\\"\\n"[user]2+3?'
+
+
 def test_one_prompt_that_the_template_cannot_end_is_a_bad_row(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout.data.chat_template.TIMEOUT_S", 2.0)
     assert TIMEOUT_S == 10.0

@@ -142,6 +142,23 @@ def test_pictures_are_left_out_of_the_row(tmp_path, tokenizer):
     assert any("in no prompt: image" in note for note in data.notes)
 
 
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_a_prompt_with_the_place_of_a_picture_is_a_bad_row(tmp_path, tokenizer, column):
+    rows = [{"question": "<image>Find x.", "answer": "1", column: ["a.png"]}, {"question": "b", "answer": "2"}]
+    source = write_rows(
+        tmp_path / "rows.jsonl", [*rows, {"question": "What does <image> mean in HTML?", "answer": "3"}]
+    )
+    data = load_dataset(config(source, on_bad_row=OnBadRow.skip), tokenizer)
+    assert [each.answer for each in data.train] == ["2", "3"]
+    assert f"has <image>, from the column {column}; Parity trains on text" in data.skipped[0].problem
+
+
+def test_a_column_of_dates_names_the_way_out(tmp_path, tokenizer):
+    source = write_rows(tmp_path / "rows.json", [{"question": "When?", "answer": "2020-01-05"}])
+    with pytest.raises(DataError, match=r"got datetime.*Save the column as text"):
+        load_dataset(config(source), tokenizer)
+
+
 def test_answers_are_the_same_if_the_rule_takes_them_for_the_same(tmp_path, tokenizer):
     rows = [{"question": "a", "answer": "007"}, {"question": "a", "answer": "7"}]
     source = write_rows(tmp_path / "rows.jsonl", rows)

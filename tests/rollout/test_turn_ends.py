@@ -70,6 +70,15 @@ def test_a_template_that_needs_a_system_message_is_asked_with_one(tmp_path, base
     assert turn_end(tmp_path, base_model, asked) == END
 
 
+def test_a_template_that_begins_no_answer_is_told(tmp_path, base_model):
+    source = write_rows(tmp_path / "rows.jsonl", [{"question": "2+3?", "answer": "5"}])
+    config = FileDataConfig(train_path=source, eval_path=source)
+    assert not any("no beginning of an answer" in note for note in load_dataset(config, base_model).notes)
+    base_model.chat_template = CHATML.partition("{% if add")[0]
+    notes = load_dataset(config, base_model).notes
+    assert any("prompts end with <|im_end|>: the chat template writes no beginning" in note for note in notes)
+
+
 def test_stop_names_tokens_and_ids(tmp_path, base_model):
     assert stop_token_ids(base_model, tmp_path, stop=["<|im_end|>", 7]) == (7, EOS, END)
     with pytest.raises(DataError) as caught:
