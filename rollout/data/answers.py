@@ -42,7 +42,7 @@ _GOES_ON = (
 _NUMBER = re.compile(
     rf"[-+]?{_MONEY}[-+]?{_DIGITS}"
     # The number must end here: "3/4" is not 3, "18 * 2" and 18:30 are not 18, "1.2.3" is not 1.2, "1,23" is not 1.
-    rf"(?![0-9{_RAISED}/]|[.,:][0-9]|[eE][-+]?[0-9]|[ \t]*\^|\*[A-Za-z(\\]|{_GOES_ON}"
+    rf"(?![0-9{_RAISED}]|[.,:][0-9]|[eE][-+]?[0-9]|[ \t]*\^|\*[A-Za-z(\\]|{_GOES_ON}"
     r"|[ \t]*(?:[-+*/\u00d7\u00f7\u2010-\u2015]|\\times|\\cdot|\\div)+[ \t]*[0-9(\\])"
 )
 _LEADING = re.compile(r"(?:[\s*_`(\[{$\\]|boxed|fbox|text(?:bf)?|math(?:bf|rm))*")
@@ -62,7 +62,7 @@ _DAPO_ANSWER = re.compile(r"answer[*_`\s]*:(?:[*_`}\s]|\\\[|\$\$)*", re.IGNORECA
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
-STATEMENT = re.compile(r"####|<<|^\s*[\[{]\s*\"|\banswer\b\s*(?:is\b|[:=])", re.IGNORECASE)
+STATEMENT = re.compile(r"####|<<[^<>]*=|^\s*[\[{]\s*\"|\banswer\b\s*(?:is\b|[:=])\s*[-+$\\]*[0-9b]", re.IGNORECASE)
 """What makes a reference more than an answer: the solution of GSM8K, JSON, a sentence about the answer."""
 _OPENS_LINE = re.compile(rf"(?:^|[\n>\]\uff5c\u25b7])\s*(?:{_OPENS})", re.IGNORECASE)
 
@@ -91,6 +91,11 @@ def _tail(text: str, most: int) -> str:
         return text
     end = text[-most:]
     return end if text[-most - 1].isspace() else _WORD.sub("", end, count=1)
+
+
+def bare(answer: str) -> str:
+    """The answer without a full stop, and the stars of Markdown, around it."""
+    return answer.strip(" *").removesuffix(".")
 
 
 def plain_signs(text: str) -> str:
@@ -154,7 +159,7 @@ def boxed_or_tail(response: str) -> str | None:
     found = boxed(response)
     if found is None:
         return plain_signs(_tail(response, TAIL_CHARS)).strip() or None
-    return f"\\boxed{{{plain_signs(found)}}}" if 0 < len(found) <= MAX_EXPRESSION_CHARS else None
+    return f"\\boxed{{{bare(plain_signs(found))}}}" if 0 < len(found) <= MAX_EXPRESSION_CHARS else None
 
 
 def dapo_answer(response: str) -> str | None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rollout.data.answers import stated
 from rollout.data.data_files import checked_text, plain
 
 Messages = list[dict[str, Any]]
@@ -27,8 +28,10 @@ ASSISTANTS = ("assistant", *(role for role, usual in USUAL_ROLES.items() if usua
 """Roles of whoever answers."""
 WITHOUT_CONTENT = ("tool_calls", "function_call", "reasoning_content", "refusal")
 """Fields beside which a message of the assistant needs no content."""
-_THOUGHTS_END = re.compile(r"</\w*think\w*>|\[/THINK\]")
-_LIKE_MESSAGES = re.compile(r"(?:array\()?[\[({\"\s].*?\brole\W+(?:user|system|assistant|human)\b", re.DOTALL)
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_LIKE_MESSAGES = re.compile(
+    r"(?:array\()?[\[({\"\s].*?\\?['\"]role\\?['\"]\s*:\s*\\?['\"](?:user|system|assistant|human)\\?['\"]", re.DOTALL
+)
 """A list of messages in some form of text; no prompt in words begins like that."""
 
 
@@ -157,9 +160,12 @@ def left_out_problem(messages: Messages, text: str) -> str:
     """The reason why `text`, which a template made of `messages`, is not their prompt: a message is not in it."""
     written = "".join(text.split())
     for message in messages:
-        said = _THOUGHTS_END.split(message["content"])[-1]  # a template may leave out what the assistant thought
+        said = message["content"]
         forms = {said, json.dumps(said, ensure_ascii=False)[1:-1]}  # templates write what tools say as JSON
-        if not any("".join(form.split()) in written for form in forms):
+        if message["role"] in ASSISTANTS:  # of a past answer a template may leave out the thoughts and the tags
+            forms |= {stated(said) or "", *_TAGGED.findall(said)}
+        # A template may leave out the text beside a call, which the model was never to see.
+        if not message.get("tool_calls") and not any("".join(form.split()) in written for form in forms):
             return f"the chat template leaves out the message of the {message['role']}: write its text into another one"
         for call in message.get("tool_calls", ()):
             name = str(call.get("function", call).get("name", "")) if isinstance(call, dict) else ""

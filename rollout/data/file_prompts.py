@@ -53,7 +53,9 @@ class Judgement:
     unusable: Callable[[Sequence[str]], Mapping[int, str]] = _all_usable
     """References -> position -> the reason why the reward cannot judge by that reference."""
     answer_key: Callable[[str], str] | None = None
-    """A key that is equal for answers that the reward takes for equal; None is `same_answer_key`."""
+    """A key that is equal for answers that are the same text to the reward; None is `same_answer_key`."""
+    are_equal: Callable[[Sequence[tuple[str, str]]], Sequence[bool]] | None = None
+    """Pairs of answers -> True for those that the reward takes for equal; None: those with the same key."""
     sees_rows: bool = False
     """True if code of the user sees all columns: rows with the same prompt are the same only if these are too."""
 
@@ -97,8 +99,8 @@ class SourceReport:
             every = _SHARD.sub(r"-*-of-\g<count>.", self.source)
             lines.append(f"{self.source}: one of {int(shard['count'])} files of its data set; {every} names them all")
         if self.unread:
-            hint = "" if self.has_messages else f"; data.prompt_key={self.columns.prompt_key}+COLUMN adds one"
-            lines.append(f"{self.source}: columns that are in no prompt: {', '.join(self.unread)}{hint}")
+            unread = ", ".join(self.unread)
+            lines.append(f"{self.source}: columns that are in no prompt: {unread} (data.prompt_key=a+b joins two)")
         if self.num_told_apart:
             lines.append(
                 f"{self.source}: {self.num_told_apart:,} rows have the prompt of another row and are kept: they differ "
@@ -192,7 +194,7 @@ def source_rows(
     report = SourceReport(source=source, columns=columns, unread=columns.unread(readable))
     # Row by row: all rows of DAPO do not fit into memory, the unique rows do.
     usable = _usable_rows(itertools.chain(first, rows), config, report)
-    unique = remove_duplicates(usable, report, sees_rows=judgement.sees_rows, answer_key=judgement.answer_key)
+    unique = remove_duplicates(usable, report, judgement=judgement)
     unusable = judgement.unusable([row.answer for row in unique])
     for position, problem in unusable.items():
         report.refuse(unique[position], f"{columns.answer_key} {problem}")
@@ -233,19 +235,19 @@ class _Same:
     answer: str
     """Key of the first row's answer."""
     numbers: list[int] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    """Answers with another key."""
     contradict: bool = False
 
 
-def remove_duplicates(
-    rows: Iterable[Row], report: SourceReport, *, sees_rows: bool, answer_key: Callable[[str], str] | None = None
-) -> list[Row]:
+def remove_duplicates(rows: Iterable[Row], report: SourceReport, *, judgement: Judgement) -> list[Row]:
     """The first of the rows that are the same; no row of those that are the same and have different answers.
 
-    Rows are the same if their prompts are, and, with `sees_rows`, all other columns. Source: DAPO's published parquet
-    repeats every problem, see https://arxiv.org/abs/2503.14476; a prompt with two answers would be rewarded for one of
-    them and punished for the other. `answer_key` is equal for equal answers; None is `same_answer_key`.
+    Rows are the same if their prompts are, and, if code of the user sees them, all other columns. Source: DAPO's
+    published parquet repeats every problem, see https://arxiv.org/abs/2503.14476; a prompt with two answers would be
+    rewarded for one of them and punished for the other.
     """
-    answer_key = answer_key or same_answer_key
+    sees_rows, answer_key = judgement.sees_rows, judgement.answer_key or same_answer_key
     found: dict[bytes, _Same] = {}
     asked: set[bytes] = set()
     for row in rows:
@@ -257,12 +259,24 @@ def remove_duplicates(
             report.num_told_apart += question in asked and key not in found
             asked.add(question)
         same = found.setdefault(key, _Same(first=row, answer=answer))
-        same.contradict |= same.answer != answer
+        if same.answer != answer:
+            same.others.append(row.answer)
         same.numbers.append(row.number)
+    _decide(list(found.values()), judgement)
     report.contradictions = sorted(n for same in found.values() if same.contradict for n in same.numbers)
     kept = [same.first for same in found.values() if not same.contradict]
     report.num_duplicates = sum(len(same.numbers) for same in found.values() if not same.contradict) - len(kept)
     return kept
+
+
+def _decide(found: Sequence[_Same], judgement: Judgement) -> None:
+    """Say which of the rows that are the same, with answers that differ in their text, contradict each other."""
+    pairs = [(same, other) for same in found for other in same.others]
+    equal: Sequence[bool] = [False] * len(pairs)
+    if pairs and judgement.are_equal is not None:
+        equal = judgement.are_equal([(same.first.answer, other) for same, other in pairs])
+    for (same, _), is_equal in zip(pairs, equal, strict=True):
+        same.contradict |= not is_equal
 
 
 def _digest(value: object) -> bytes:

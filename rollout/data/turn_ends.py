@@ -76,15 +76,20 @@ def turn_end(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> int 
     """
     for before in PROBES:
         asked = {"role": "user", "content": "Is it so?"}
+        chat = [*before, asked, {"role": "assistant", "content": ANSWER}]
         try:
-            written, problem = template.whole([*before, asked, {"role": "assistant", "content": ANSWER}, asked])
+            texts = [template.whole(chat), template.whole([*chat, asked])]
         except TemplateError:
             return None
-        if problem:
+        if any(problem for _, problem in texts):
             continue
-        _, answer, rest = written.rpartition(ANSWER)
-        ids: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"] if answer else []
-        return next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
+        # The last answer counts first: gpt-oss ends only earlier ones, and a channel of thoughts, with <|end|>.
+        for written, _ in texts:
+            _, answer, rest = written.rpartition(ANSWER)
+            ids: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"] if answer else []
+            if (token := next((each for each in ids if each in tokenizer.added_tokens_decoder), None)) is not None:
+                return token
+        return None
     return None
 
 

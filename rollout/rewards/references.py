@@ -37,9 +37,17 @@ def judgement(config: RewardConfig, *, own_rollout: bool) -> Judgement:
         known |= {answer: problems.get(position, "") for position, answer in enumerate(new)}
         return {position: known[answer] for position, answer in enumerate(answers) if known[answer]}
 
+    def are_equal(pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        assert rule is not None
+        items = [{"response": rule.state(one), "answer": other, "prompt": ""} for one, other in pairs]
+        return [outcome.correct is True for outcome in judged(config, items)]
+
     rule = RULES.get(config.function)
     key = None if rule is None else rule.answer_key
-    return Judgement(unusable=unusable, answer_key=key, sees_rows=own_rollout or is_custom(config.function))
+    asks = are_equal if rule is not None and rule.parses else None
+    return Judgement(
+        unusable=unusable, answer_key=key, are_equal=asks, sees_rows=own_rollout or is_custom(config.function)
+    )
 
 
 @cache

@@ -16,6 +16,7 @@ from rollout.data.answers import (
     ANSWER_MARK,
     MAX_EXPRESSION_CHARS,
     STATEMENT,
+    bare,
     boxed,
     boxed_or_tail,
     dapo_answer,
@@ -157,7 +158,7 @@ def expression_text(extracted: str) -> str | None:
 
 def as_boxed(answer: str) -> str:
     """The reference in a box, because parts of a bare reference would be taken for the whole."""
-    return answer if "\\boxed" in answer else f"\\boxed{{{answer.strip(' *').removesuffix('.')}}}"
+    return answer if "\\boxed" in answer else f"\\boxed{{{bare(answer)}}}"
 
 
 def as_marked(answer: str) -> str:

@@ -340,7 +340,7 @@ def test_a_part_of_a_number_is_no_answer_of_gsm8k(written):
 
 
 @pytest.mark.parametrize(
-    "after", [" dollars", ".", ", so it ends", "\n\nQuestion 2", " cm", " m^2", " x", "%", " to go", "~"]
+    "after", ["/week", " dollars", ".", ", so it ends", "\n\nQuestion 2", " cm", " m^2", " x", "%", " to go", "~"]
 )
 def test_what_follows_a_number_may_be_anything_else(after):
     assert RULES["gsm8k"].extract(f"so #### 18{after}") == "18"

@@ -145,6 +145,34 @@ def test_what_a_template_writes_in_another_form_is_not_left_out(tmp_path):
     assert loaded(tmp_path, tokenizer, said).train[0].text == '[user]2+3?[assistant]5[tool]"a \\"b\\"\\n"[user]2+3?'
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[Context] What role human activity plays?", "(RBAC) Explain role, user and permission.",
+        '"Design a role system for a game." How many words?', "(a) Which role (user or admin) may write?",
+    ],
+)  # fmt: skip
+def test_a_text_about_roles_is_no_list_of_messages(tmp_path, tokenizer, text):
+    assert loaded(tmp_path, tokenizer, text).train[0].text == f"[user]{text}[assistant]"
+
+
+@pytest.mark.parametrize("mark", ["</thought>", "</reasoning>"])
+def test_thoughts_of_past_answers_may_be_left_out(tmp_path, mark):
+    tokenizer = byte_tokenizer(tmp_path / "other")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content.split('" + mark + "')[-1] }}{% endfor %}"
+    past = {"role": "assistant", "content": f"{mark.replace('/', '')}two{mark}5"}
+    assert loaded(tmp_path, tokenizer, [ASKED, past, ASKED]).train[0].text == "2+3?52+3?"
+
+
+def test_text_beside_a_call_may_be_left_out(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path / "other")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.tool_calls | tojson if 'tool_calls' in m else m.content }}{% endfor %}"
+    )
+    call = {"role": "assistant", "content": "I will add.", "tool_calls": [{"function": {"name": "add"}}]}
+    assert '"add"' in loaded(tmp_path, tokenizer, [ASKED, call, ASKED]).train[0].text
+
+
 def test_one_prompt_that_the_template_cannot_end_is_a_bad_row(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout.data.chat_template.TIMEOUT_S", 2.0)
     assert TIMEOUT_S == 10.0

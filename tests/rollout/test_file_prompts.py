@@ -22,7 +22,7 @@ from rollout.data import chat_template
 from rollout.data.data_files import MAX_LINE_BYTES, plain, read_rows
 from rollout.data.data_layouts import choose_columns
 from rollout.data.dataset import bad_rows_text, load_dataset, prompts_digest
-from rollout.data.file_prompts import Row, SourceReport, file_prompts, remove_duplicates, same_answer_key
+from rollout.data.file_prompts import UNJUDGED, Row, SourceReport, file_prompts, remove_duplicates, same_answer_key
 from rollout.task_config import FileDataConfig, OnBadRow
 
 REAL = pytest.mark.skipif("PARITY_TEST_DATA" not in os.environ, reason="PARITY_TEST_DATA is not set")
@@ -113,7 +113,7 @@ def test_dapo_keeps_its_own_instruction(tmp_path, tokenizer):
     assert data.heldout[0].text == "[user]1+1? Think.[assistant]"
     assert data.notes[:4] == [
         f"{source}: layout verl: prompt from prompt, answer from reward_model.ground_truth; 3 rows, 1 prompts",
-        f"{source}: columns that are in no prompt: data_source, extra_info",
+        f"{source}: columns that are in no prompt: data_source, extra_info (data.prompt_key=a+b joins two)",
         f"{source}: 2 duplicates removed (same prompt, same answer)",
         f"{source}: chat messages are used as they are, without data.instruction",
     ]
@@ -127,7 +127,7 @@ PAIRS = st.lists(st.tuples(st.sampled_from("pqrs"), st.sampled_from(["1", "1.0",
 def test_duplicates_and_contradictions(pairs):
     rows = [Row(number=n, prompt=p, answer=a, others={}) for n, (p, a) in enumerate(pairs, start=1)]
     report = SourceReport(source="f", columns=None)
-    kept = remove_duplicates(rows, report, sees_rows=False)
+    kept = remove_duplicates(rows, report, judgement=UNJUDGED)
     answers = defaultdict(set)
     for prompt, answer in pairs:
         answers[prompt].add(answer.removesuffix(".0"))
@@ -138,7 +138,7 @@ def test_duplicates_and_contradictions(pairs):
     assert report.contradictions == [row.number for row in rows if len(answers[row.prompt]) > 1]
     assert len(kept) + report.num_duplicates + len(report.contradictions) == len(rows)
     again = SourceReport(source="f", columns=None)
-    assert remove_duplicates(kept, again, sees_rows=False) == kept
+    assert remove_duplicates(kept, again, judgement=UNJUDGED) == kept
     assert (again.num_duplicates, again.contradictions) == (0, [])
 
 

@@ -83,3 +83,9 @@ def test_all_references_of_gsm8k_are_tried_within_a_second(function):
 @pytest.mark.parametrize("reference", ["42.", "**42**", " 42 "])
 def test_ornaments_of_a_reference_change_no_verdict(reference):
     assert RULES["math"].judge(r"\boxed{42}", reference)
+    assert RULES["math"].judge(r"\boxed{42.}", reference)
+
+
+@pytest.mark.parametrize("answer", ["No answer is possible", "The answer is not unique", "x << y"])
+def test_an_answer_in_words_is_a_reference(answer):
+    assert RULES["math_dapo"].reference_problem(answer) == ""

@@ -171,6 +171,15 @@ def test_answers_are_the_same_if_the_rule_takes_them_for_the_same(tmp_path, toke
                 load_dataset(both, tokenizer, judgement=judged(function))
 
 
+def test_answers_that_math_takes_for_equal_do_not_contradict(tmp_path, tokenizer):
+    pairs = [(r"\frac{1}{2}", "0.5"), (r"\{1,2\}", r"\{2,1\}"), ("3", "4")]
+    rows = [{"question": f"q{number}", "answer": each} for number, pair in enumerate(pairs) for each in pair]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    data = load_dataset(config(source), tokenizer, judgement=judged("math"))
+    assert [each.answer for each in data.train] == [r"\frac{1}{2}", r"\{1,2\}"]
+    assert any("contradicting answers, which are left out: 2" in note for note in data.notes)
+
+
 def test_a_compressed_file_of_lines_is_named_as_such(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(gzip.compress(b'{"question": "a", "answer": "1"}\n'))
@@ -243,7 +252,7 @@ def test_a_rule_sees_prompt_and_answer_alone(tmp_path, tokenizer):
 def test_a_layout_names_the_columns_with_text_that_it_leaves_out(tmp_path, tokenizer, row, unread):
     source = write_rows(tmp_path / "rows.jsonl", [row])
     notes = load_dataset(config(source), tokenizer).notes
-    assert f"{source}: columns that are in no prompt: {unread}; data.prompt_key=question+COLUMN adds one" in notes
+    assert f"{source}: columns that are in no prompt: {unread} (data.prompt_key=a+b joins two)" in notes
     column = unread.partition(", ")[0]
     given = config(source, prompt_key=f"question+{column}", answer_key="answer")
     others = unread.partition(", ")[2]

@@ -42,6 +42,8 @@ def turn_end(tmp_path, tokenizer, question="2+3?", **changes):
         (CHATML, END),
         ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", EOS),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
+        # The last answer ends with another token than earlier ones, as in gpt-oss.
+        (CHATML.replace("<|im_end|>", "{{ eos_token if loop.last else '<|im_end|>' }}"), EOS),
         # The next turn's first token ends the answer, as in GLM.
         ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", START),
         ("{{ messages[0].content }}{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}", None),
