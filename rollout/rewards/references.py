@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 from algorithms.config import Problem
-from rollout.data.answers import STATEMENT
 from rollout.data.data_files import DataError
 from rollout.data.file_prompts import Judgement
 from rollout.processes.custom_code import is_custom
@@ -27,20 +27,16 @@ def judgement(config: RewardConfig, *, own_rollout: bool) -> Judgement:
     def unusable(answers: Sequence[str]) -> dict[int, str]:
         known = _verdicts(config.function)
         new = [answer for answer in dict.fromkeys(answers) if answer not in known]
-        try:
+        with _named(config):
             problems = unusable_references(config, new)
-        except RewardPoolError as error:
-            rule = "must be a function that can be loaded"
-            raise DataError(
-                Problem(key="reward.function", rule=rule, value=config.function, remedy=str(error))
-            ) from error
         known |= {answer: problems.get(position, "") for position, answer in enumerate(new)}
         return {position: known[answer] for position, answer in enumerate(answers) if known[answer]}
 
     def are_equal(pairs: Sequence[tuple[str, str]]) -> list[bool]:
         assert rule is not None
         items = [{"response": rule.state(one), "answer": other, "prompt": ""} for one, other in pairs]
-        return [outcome.correct is True for outcome in judged(config, items)]
+        with _named(config):
+            return [outcome.correct is True for outcome in judged(config, items)]
 
     rule = RULES.get(config.function)
     key = None if rule is None else rule.answer_key
@@ -48,6 +44,17 @@ def judgement(config: RewardConfig, *, own_rollout: bool) -> Judgement:
     return Judgement(
         unusable=unusable, answer_key=key, are_equal=asks, sees_rows=own_rollout or is_custom(config.function)
     )
+
+
+@contextmanager
+def _named(config: RewardConfig) -> Iterator[None]:
+    """Raise DataError, which names reward.function, where no worker can be started."""
+    try:
+        yield
+    except RewardPoolError as error:
+        rule = "must be a function that can be loaded"
+        problem = Problem(key="reward.function", rule=rule, value=config.function, remedy=str(error))
+        raise DataError(problem) from error
 
 
 @cache
@@ -76,7 +83,7 @@ def unusable_references(config: RewardConfig, answers: Sequence[str]) -> dict[in
 
 def _tried_in_workers(config: RewardConfig, rule: RewardRule, answers: Sequence[str]) -> dict[str, str]:
     """Reference -> reason, "" for a usable one."""
-    stated = {answer: rule.unusable(answer) for answer in answers if STATEMENT.search(answer)}
+    stated = {answer: rule.unusable(answer) for answer in answers if rule.says_more(answer)}
     others = [answer for answer in answers if answer not in stated]
     items = [{"response": rule.state(answer), "answer": answer, "prompt": ""} for answer in others]
     outcomes = judged(config, items)

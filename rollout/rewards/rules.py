@@ -57,6 +57,8 @@ class RewardRule:
     """What `extract` returned -> the answer alone, for a vote; None if it holds no answer after all. May parse."""
     at_once: int = 64
     """Responses per call of a worker: 1 for a rule that parses, and may spend the whole deadline on one response."""
+    alone: bool = False
+    """True if a reference must be the answer alone: the rule compares the whole of it."""
     with_thoughts: bool = False
     """True if the answer is the whole response, thoughts included."""
 
@@ -88,12 +90,16 @@ class RewardRule:
 
         A reference that states the answer in words equals only a response that does, which no model writes.
         """
-        if self.answer_key is normalise and STATEMENT.search(answer):
+        if self.says_more(answer):
             return self.unusable(answer)
         try:
             return "" if self.judge(self.state(answer), answer) else self.unusable(answer)
         except ValueError:
             return self.unusable(answer)
+
+    def says_more(self, answer: str) -> bool:
+        """True if the reference `answer` is more than the answer, and the rule needs the answer alone."""
+        return self.alone and STATEMENT.search(answer) is not None
 
     def unusable(self, answer: str) -> str:
         """The sentence about a reference that no response can equal, without its subject."""
@@ -188,6 +194,7 @@ RULES: dict[str, RewardRule] = {
             state=as_boxed,
             needs=f"an expression that math-verify can read, of at most {MAX_EXPRESSION_CHARS} characters",
             answer_key=normalise,
+            alone=True,
             as_text=expression_text,
             at_once=1,
         ),
@@ -197,6 +204,7 @@ RULES: dict[str, RewardRule] = {
             equal=same_normalised,
             state="Answer: {}".format,
             answer_key=normalise,
+            alone=True,
             needs="one line with the answer alone, without its derivation",
         ),
     )
