@@ -12,12 +12,29 @@ from typing import Any, ClassVar
 
 from algorithms.config import Checked, Problem
 from algorithms.config.home import PathText
-from algorithms.config.rules import Rule, above, at_least, given, ruled
+from algorithms.config.rules import Rule, above, at_least, given, ruled, within
 from rollout.similar_file import similar_file
 
 
 @dataclass(kw_only=True, slots=True)
-class RewardConfig(Checked):
+class CallsConfig(Checked):
+    """Processes that run user code, and what a failed call means."""
+
+    num_workers: int = ruled(1, at_least(1))
+    """Number of processes that run the function; each can be killed and replaced."""
+    timeout_s: float = ruled(10.0, above(0))
+    """Deadline in seconds of one call."""
+    max_tries: int = ruled(3, at_least(1))
+    """Number of times that a call is made if it fails; 1 for no second try."""
+    retry_pause_s: float = ruled(1.0, at_least(0))
+    """Pause in seconds before a failed call is made again; it doubles with every try."""
+    outage_wait_s: float = ruled(300.0, at_least(0))
+    """Seconds for which the run waits while every call fails, as when a server of somebody else is away; 0 waits for
+    nothing."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardConfig(CallsConfig):
     """Scoring of a response."""
 
     function: PathText = "exact_match"
@@ -35,8 +52,13 @@ class RewardConfig(Checked):
     num_workers: int = ruled(2, at_least(1))
     """Number of processes that score responses; each can be killed and replaced."""
     timeout_s: float = ruled(10.0, above(0))
-    """Deadline in seconds of one call; a response whose scoring takes longer is wrong and is counted in
-    reward/timeouts."""
+    """Deadline in seconds of one call of the function."""
+    max_open_calls: int = ruled(64, at_least(1))
+    """Calls of an async function that are open at a time, over all processes."""
+    max_failed_fraction: float = ruled(0.1, within(0, 1))
+    """Share of a step's responses whose scoring may fail after the last try; more end the run."""
+    min_failed: int = ruled(8, at_least(0))
+    """Number of such responses that never ends the run, unless all fail."""
 
     @property
     def correct_rule(self) -> str:

@@ -48,6 +48,7 @@ ROOMS = (
     "algorithms",
     "rollout",
     "rollout/processes",
+    "rollout/user_code",
     "rollout/data",
     "rollout/rewards",
     "rollout/collect",

@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE_DIRS = ("algorithms", "rollout", "trainer")
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 8
 MAX_NESTING = 4

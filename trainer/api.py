@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from algorithms.config import ConfigError, Problem
 from algorithms.config.home import from_home
-from rollout.processes.child_process import python_module
+from rollout.processes.child_process import in_child, python_module
 from trainer.cli.arguments import TrainArguments, parse_train
 from trainer.cli.resume import recorded_recipe, resolve_start, resume_words
 from trainer.compose.catalog import find_recipe
@@ -257,6 +257,11 @@ def _start(
     recipe: Path, arguments: TrainArguments, problems: list[Problem], words: list[str], *, shown_as: Path | None = None
 ) -> RunHandle:
     """Check the command `words` as the command line does, then start it in its directory."""
+    if in_child():  # the script has a reward or a rollout function, and a process imports it for that function
+        raise RunError(
+            "a run cannot be started while a function is loaded from its file: put the lines that start it under "
+            "`if __name__ == '__main__':`, or the function into a file of its own"
+        )
     resolution, found = resolve_start(recipe, arguments, shown_as=shown_as)
     if problems or found:
         raise ConfigError([*problems, *found])

@@ -310,8 +310,11 @@ class Collector:
     # ---------------------------------------------------------------- errors that end the run
 
     def _check_invalid(self, step: int, policy_version: int) -> None:
-        stats = self._stats
-        if stats.samples_dropped.total() <= self._collect.max_invalid_fraction * stats.samples_generated:
+        stats, dropped = self._stats, self._stats.samples_dropped
+        only_few_failed = dropped.total() == dropped[InvalidReason.failed.name] <= self._collect.min_failed
+        if dropped.total() <= self._collect.max_invalid_fraction * stats.samples_generated or (
+            only_few_failed and dropped.total() < stats.samples_generated
+        ):
             return
         reasons = "; ".join(
             f"{reason.name} {stats.samples_dropped[reason.name]} ({reason.value})"

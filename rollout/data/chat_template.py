@@ -1,6 +1,6 @@
 """Chat messages -> text, by the model's chat template, in a process of its own.
 
-    python -m rollout.data.chat_template NAME MEMORY_BYTES
+    python -m rollout.data.chat_template MEMORY_BYTES
 
 A template is a program of whoever made the model. Jinja's sandbox keeps it from the machine, but bounds neither its
 time nor its memory; this process does. In: {template, variables}, then {messages, ends}, where `ends` is a member of
@@ -19,7 +19,7 @@ import orjson
 
 from rollout.data.conversations import ASSISTANTS, Messages
 from rollout.data.data_files import plain_text
-from rollout.processes.child_process import START_TIMEOUT_S, ChildProcess, become_child, described, own_arguments
+from rollout.processes.child_process import START_TIMEOUT_S, ChildProcess, become_child, described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,9 +108,7 @@ class ChatTemplate:
 
     def _start(self) -> ChildProcess:
         self._lines = queue.SimpleQueue()  # what an ended process said is not for this one
-        child = ChildProcess(
-            __name__, "template", memory_bytes=MEMORY_BYTES, hear=self._lines.put, unheard=self._lines.qsize
-        )
+        child = ChildProcess(__name__, str(MEMORY_BYTES), hear=self._lines.put, unheard=self._lines.qsize)
         self._child = child
         child.say(orjson.dumps({"template": self.text, "variables": self._variables}))
         self._answer(child, START_TIMEOUT_S)
@@ -127,7 +125,7 @@ class ChatTemplate:
         return answer
 
 
-def main(_: str, memory_bytes: int) -> None:
+def main(memory_bytes: int) -> None:
     """Render lists of messages until the input ends."""
     requests, say = become_child(memory_bytes=memory_bytes)
     # What the tokenizer's apply_chat_template() calls; imported before a deadline runs.
@@ -157,4 +155,4 @@ def main(_: str, memory_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*own_arguments(sys.argv[1:]))
+    main(int(sys.argv[1]))

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from algorithms.config import Checked, Problem
+from algorithms.config import Problem
 from algorithms.config.home import PathText
 from algorithms.config.rules import above, at_least, ruled
 from rollout.config import CollectConfig
 from rollout.episodes.tools import ROLLOUTS
 from rollout.processes.custom_code import function_problem, similar_custom
+from rollout.task_config import CallsConfig
 
 
 @dataclass(kw_only=True, slots=True)
-class EpisodeConfig(Checked):
+class EpisodeConfig(CallsConfig):
     """Tools and environments between the turns of a response. By default a response has one turn."""
 
     function: PathText | None = None
@@ -22,15 +23,11 @@ class EpisodeConfig(Checked):
     num_workers: int = ruled(1, at_least(1))
     """Processes that run rollout functions; each runs many episodes at a time and can be killed."""
     timeout_s: float = ruled(30.0, above(0))
-    """Deadline in seconds between two turns; an episode that takes longer is dropped and its worker replaced."""
+    """Deadline in seconds between two turns."""
 
     def conflicts(self) -> Iterator[Problem]:
         if self.function is not None and (rule := function_problem(self.function, ROLLOUTS)):
             yield self.broken("function", rule, similar_custom(self.function))
-
-
-EPISODE_MEMORY_BYTES = 16 * 2**30
-"""Address space of a process that runs rollout functions, bytes: only a leak reaches it."""
 
 
 def episode_problems(episode: EpisodeConfig, collect: CollectConfig) -> Iterator[Problem]:

@@ -20,6 +20,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout.episodes.vocabulary import Vocabulary
+from rollout.user_code.serving import Ask
+
 RolloutFn = Callable[["Episode"], Awaitable[None]]
 
 
@@ -52,43 +55,79 @@ class Episode:
     """The other columns of the prompt's row, as plain JSON values."""
     tokens_left: int
     """Number of tokens, sampled or observed, that the response may still have; at first sampling.max_new_tokens."""
-    encode: Callable[[str], list[int]]
-    """Text -> token ids, without special tokens."""
-    decode: Callable[[Sequence[int]], str]
-    """Token ids -> text, without special tokens."""
-    ask: Callable[[Episode, dict[str, Any]], Awaitable[dict[str, Any]]]
-    """Sends a request to the parent and returns its reply; for `generate` only."""
-    token_id: Callable[[str], int | None]
-    """Token -> its id; None if the vocabulary does not have the token."""
+    vocabulary: Vocabulary
+    ask: Ask
+    """Sends the request for a turn to the parent and returns its reply; for `generate` only."""
     observed: list[int] = field(default_factory=list)
     """Observed tokens that were not sent to the parent yet."""
     ended: bool = False
     """True if no token can follow: the tokens ran out."""
+    is_sampling: bool = False
+    """True while a turn is being sampled."""
+
+    def encode(self, text: str) -> list[int]:
+        """Text -> token ids, without special tokens."""
+        return self.vocabulary.encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Token ids -> text, without special tokens."""
+        return self.vocabulary.decode(token_ids)
 
     async def generate(self, *, stop: Sequence[str | int] = (), max_new_tokens: int | None = None) -> Turn:
-        """Sample until the model ends its response, or emits a token of `stop` (names or ids), or runs out of tokens.
+        """Sample until the model ends its response, or emits something of `stop`, or runs out of tokens.
 
-        The stop token is part of the turn. Raises EpisodeError if no token can follow, or for an unknown token.
+        `stop` has token ids, names of special tokens, and texts of any number of tokens. The token that ends the turn
+        is part of it, as a whole if a text ends within the token. If the caller is cancelled, by a deadline of its own,
+        the turn is withdrawn: no token of it stays in the response. Raises EpisodeError if no token can follow, for an
+        empty text, or while another turn is being sampled.
         """
+        if self.is_sampling:
+            raise EpisodeError("a turn is being sampled already: await generate() before you ask for the next turn")
         if self.ended or self.tokens_left < 1:
             raise EpisodeError("there are no tokens left: look at episode.tokens_left or Turn.stopped")
         if max_new_tokens is not None and max_new_tokens < 1:
             raise EpisodeError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
-        ids = [self._stop_id(token) for token in stop]
+        ids, texts = self._stops(stop)
         limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
-        wish = {"observed": self.observed, "stop_token_ids": ids, "max_new_tokens": limit}
-        self.observed = []
-        reply = await self.ask(self, wish)
-        tokens: list[int] = reply["token_ids"]
+        self.is_sampling = True
+        try:
+            tokens, stopped = await self._sample(ids, texts, limit)
+        finally:
+            self.is_sampling = False
         self.tokens_left -= len(tokens)
         self.ended = self.tokens_left < 1
-        stopped = bool(reply["stopped"])
         return Turn(
             token_ids=tokens,
             text=self.decode(tokens),
             stopped=stopped,
             stop_token_id=tokens[-1] if stopped and tokens else None,
         )
+
+    async def _sample(self, ids: set[int], texts: Sequence[str], limit: int) -> tuple[list[int], bool]:
+        """The tokens of a turn, and whether it ended before `limit` tokens.
+
+        An engine ends a turn at single tokens. So it stops wherever a text can have ended, and goes on if none has:
+        that changes no distribution, and costs a request.
+        """
+        last = sorted(ids.union(*map(self.vocabulary.enders, texts)))
+        window = max((len(text.encode()) for text in texts), default=0) + 1
+        tokens: list[int] = []
+        while True:
+            wish = {"observed": self.unsent(), "stop_token_ids": last, "max_new_tokens": limit - len(tokens)}
+            reply = await self.ask(wish | {"goes_on": bool(tokens)})
+            tokens += reply["token_ids"]
+            if not reply["stopped"] or reply["is_end"] or not tokens or tokens[-1] in ids:
+                return tokens, bool(reply["stopped"])
+            tail = self.decode(tokens[-window:])
+            if any(text in tail for text in texts):
+                return tokens, True
+            if len(tokens) >= limit:
+                return tokens, False
+
+    def unsent(self) -> list[int]:
+        """Take the observed tokens that were not sent to the parent yet."""
+        unsent, self.observed = self.observed, []
+        return unsent
 
     def observe(self, shown: str | Sequence[int]) -> int:
         """Append text or token ids that the model did not write; returns the number of tokens appended.
@@ -104,16 +143,16 @@ class Episode:
         self.ended = self.tokens_left < 1
         return len(kept)
 
-    def _stop_id(self, token: str | int) -> int:
-        if isinstance(token, int):
-            return token
-        found = self.token_id(token)
-        if found is None:
-            raise EpisodeError(
-                f"stop={token!r} is no token of the vocabulary: tokens are sampled one by one, so a turn can only end "
-                "with a single one; name another, or its id"
-            )
-        return found
+    def _stops(self, stop: Sequence[str | int]) -> tuple[set[int], list[str]]:
+        """(token ids, texts) at which a turn ends."""
+        if isinstance(stop, str):
+            raise EpisodeError(f"stop must be a list, got the text {stop!r}")
+        names = {text: self.vocabulary.special_token(text) for text in stop if isinstance(text, str)}
+        if "" in names:
+            raise EpisodeError("stop has an empty text, which ends nowhere")
+        ids = {token for token in stop if isinstance(token, int)}
+        ids |= {token for token in names.values() if token is not None}
+        return ids, [text for text, token in names.items() if token is None]
 
 
 def check_rollout_fn(found: object, *, name: str) -> RolloutFn:

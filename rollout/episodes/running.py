@@ -1,110 +1,61 @@
-"""One running episode: its sampled and observed tokens so far, its next request, and the process that runs it.
+"""One running episode: its sampled and observed tokens so far, and its next request.
 
 `rollout/episodes/sampler.py` keeps the record, out of reach of the rollout function.
 """
 
 from __future__ import annotations
 
-import queue
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import orjson
 import xxhash
 
-from rollout.episodes.child import SEPARATOR
-from rollout.episodes.config import EPISODE_MEMORY_BYTES
-from rollout.processes.child_process import ChildProcess, ChildStartError
 from rollout.supports import Supports, joined, no_supports
 from rollout.types import FinishReason, GenerateRequest, Generation
 
-LOAD_S = 60.0
-"""Deadline in seconds for a file with a rollout function to be imported before a run."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """A request of a rollout function for a turn."""
+
+    observed: list[int]
+    """Tokens that the model is shown before the turn."""
+    stop_token_ids: list[int]
+    max_new_tokens: int
+    goes_on: bool
+    """True if the turn before goes on: a token of `stop_token_ids` did not end it after all."""
 
 
-class Said(NamedTuple):
-    """A message of a worker."""
-
-    worker: EpisodeWorker
-    message: dict[str, Any] | None
-    """The message as JSON values; None if the worker has ended, or sent what no worker of Parity sends."""
-
-
-Inbox = queue.SimpleQueue[Said]
+def read_wish(question: Any) -> Wish:
+    """Raises ValueError or TypeError for what no rollout function can have asked."""
+    wish = Wish(**question)
+    if type(wish.max_new_tokens) is not int or wish.max_new_tokens < 1 or not are_tokens(wish.stop_token_ids):
+        raise ValueError("it is no request for a turn")
+    read_observed({"observed": wish.observed})
+    return wish
 
 
-class EpisodeWorker(ChildProcess):
-    """A process that runs rollout functions; its messages go to a common inbox."""
-
-    def __init__(self, function: str, *, memory_bytes: int, inbox: Inbox) -> None:
-        self._inbox = inbox
-        self.ready = False
-        """True once the worker has loaded its function."""
-        self.running: int | None = None
-        """Episode whose user code the worker reported last."""
-        super().__init__(
-            "rollout.episodes.child", function, memory_bytes=memory_bytes, hear=self._hear, unheard=inbox.qsize
-        )
-
-    def tell(self, message: dict[str, Any]) -> None:
-        """Queue a message for the worker; returns at once."""
-        self.say(orjson.dumps(message))
-
-    def _hear(self, line: bytes | None) -> None:
-        self._inbox.put(Said(self, None if line is None else read_message(line)))
+def read_observed(reply: Any) -> list[int]:
+    """The tokens that a rollout function has shown at its end. Raises ValueError for anything else."""
+    observed = reply.get("observed")
+    if not are_tokens(observed):
+        raise ValueError("it holds no list of tokens")
+    return list(observed)
 
 
-def try_rollout_function(function: str) -> str:
-    """Load `function` in a process of its own, as a run does; the reason why it cannot be used, "" if it can."""
-    inbox: Inbox = queue.SimpleQueue()
-    try:
-        worker = EpisodeWorker(f"{function}{SEPARATOR}", memory_bytes=EPISODE_MEMORY_BYTES, inbox=inbox)
-    except ChildStartError as error:
-        return str(error)
-    try:
-        message = inbox.get(timeout=LOAD_S).message
-    except queue.Empty:
-        return f"it was not loaded within {LOAD_S:g} s"
-    finally:
-        worker.kill()
-    if message is None:
-        return f"its process {worker.death().text}"
-    return str(message.get("failed", ""))
-
-
-def read_message(line: bytes) -> dict[str, Any] | None:
-    """A worker's line as JSON values in the form that `rollout/episodes/child.py` states; None for any other line."""
-    try:
-        message = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
-    if not isinstance(message, dict):
-        return None
-    match message:
-        case {"ready": True} | {"failed": str()} | {"running": int()}:
-            return message
-        case {"generate": int(), "observed": observed, "stop_token_ids": stops, "max_new_tokens": int() as limit}:
-            return message if limit > 0 and _are_tokens(observed) and _are_tokens(stops) else None
-        case {"end": int(), "observed": observed, "error": None | str()}:
-            return message if _are_tokens(observed) else None
-    return None
-
-
-def _are_tokens(values: object) -> bool:
+def are_tokens(values: object) -> bool:
+    """True for a list of token ids."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**31 for value in values)
 
 
 @dataclass(kw_only=True, slots=True)
 class RunningEpisode:
-    """One episode: its transcript, its worker and its request to the engines."""
+    """One episode: its transcript and its request to the engines."""
 
     ticket: int
     request: GenerateRequest
-    worker: EpisodeWorker
-    attempt: int
-    """Number of this start of the episode, from 1."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
@@ -112,48 +63,63 @@ class RunningEpisode:
     supports: list[Supports] = field(default_factory=list)
     """Supports of the tokens of each turn, and of those that the model was shown, in their order."""
     num_turns: int = 0
+    """Turns that the rollout function has got."""
     shared_prompt_tokens: int = 0
     """Tokens of the prompt that the engine did not compute for the first turn."""
     last: FinishReason = FinishReason.failed
+    unseen: list[Generation] = field(default_factory=list)
+    """Parts of the last turn, until the rollout function is known to have got it."""
+    num_requests: int = 0
+    """Requests to the engines so far."""
+    asked: int = -1
+    """Call of the rollout function that has asked for the last turn."""
     engine_ticket: int | None = None
     """Ticket of the turn that the engines are sampling; None between turns."""
-    since: float
-    """Time (time.monotonic()) at which the rollout function received its last turn."""
 
     @property
     def tokens_left(self) -> int:
-        return self.request.sampling.max_new_tokens - len(self.token_ids)
+        unseen = sum(len(each.token_ids) for each in self.unseen)
+        return self.request.sampling.max_new_tokens - len(self.token_ids) - unseen
 
     @property
     def name(self) -> str:
         return f"prompt {self.request.prompt_id}/{self.request.sample_index}"
 
-    def next_turn(self, wish: Mapping[str, Any]) -> GenerateRequest:
+    def next_turn(self, wish: Wish) -> GenerateRequest:
         """The request to the engines for the turn that the rollout function asks for with `wish`."""
         request, sampling = self.request, self.request.sampling
+        unseen = [token for part in self.unseen for token in part.token_ids]
+        self.num_requests += 1
         return replace(
             request,
-            prompt_token_ids=[*request.prompt_token_ids, *self.token_ids],
+            prompt_token_ids=[*request.prompt_token_ids, *self.token_ids, *unseen],
             sampling=replace(
                 sampling,
-                max_new_tokens=min(wish["max_new_tokens"], self.tokens_left),
-                stop_token_ids=(*sampling.stop_token_ids, *wish["stop_token_ids"]),
-                seed=turn_seed(sampling.seed, self.num_turns),
+                max_new_tokens=min(wish.max_new_tokens, self.tokens_left),
+                stop_token_ids=(*sampling.stop_token_ids, *wish.stop_token_ids),
+                seed=turn_seed(sampling.seed, self.num_requests - 1),
             ),
         )
 
+    def settle(self, observed: Sequence[int]) -> None:
+        """The rollout function has got the last turn, and shows `observed` to the model."""
+        self.num_turns += bool(self.unseen)
+        for part in self.unseen:
+            self.add(part)
+        self.unseen = []
+        self.observe(observed)
+
     def add(self, generation: Generation) -> None:
-        """Append a sampled turn."""
+        """Append sampled tokens."""
         self.token_ids += generation.token_ids
         self.token_versions += generation.token_versions
         self.sampled += [True] * len(generation.token_ids)
         self.supports.append(generation.supports_or_empty)
         known = self.logprobs is not None and generation.logprobs is not None
         self.logprobs = [*(self.logprobs or ()), *(generation.logprobs or ())] if known else None
-        if self.num_turns == 0:
+        if self.last is FinishReason.failed:  # the first turn
             shared = generation.shared_prompt_tokens
             self.shared_prompt_tokens = min(shared, len(self.request.prompt_token_ids))
-        self.num_turns += 1
         self.last = generation.finish_reason
 
     def observe(self, token_ids: Sequence[int]) -> None:
@@ -180,8 +146,8 @@ class RunningEpisode:
         )
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """Sampling seed of a turn, in [0, 2**31): the seed of the request for the first turn, then hashes of it."""
-    if turn == 0:
+def turn_seed(seed: int, number: int) -> int:
+    """Sampling seed of a request of an episode, in [0, 2**31): `seed` for number 0, then hashes of it."""
+    if number == 0:
         return seed
-    return xxhash.xxh3_64_intdigest(struct.pack("<2q", seed, turn)) & 0x7FFFFFFF
+    return xxhash.xxh3_64_intdigest(struct.pack("<2q", seed, number)) & 0x7FFFFFFF

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -95,23 +95,22 @@ class ChildProcess:
     def __init__(
         self,
         module: str,
-        function: str,
-        *,
-        memory_bytes: int,
+        *arguments: str,
+        descriptors: Collection[int] = (),
         hear: Callable[[bytes | None], None],
         unheard: Callable[[], int],
     ) -> None:
-        """Start `module` with the arguments `function` and `memory_bytes`.
+        """Start `module` with `arguments`; the process inherits the open files `descriptors`.
 
         `hear` receives every line of the process, in a thread of its own, and None when the output has ended. `unheard`
         is the number of lines that were received and not handled yet. Raises ChildStartError.
         """
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._killed = threading.Event()
-        command = python_module(module, function, str(memory_bytes))
+        command = python_module(module, *arguments)
         for pause_s in (*START_PAUSES_S, None):
             try:
-                self._process = self._start(command, hear, unheard)
+                self._process = self._start(command, descriptors, hear, unheard)
                 return
             except (OSError, RuntimeError) as error:
                 if pause_s is None:
@@ -120,7 +119,11 @@ class ChildProcess:
             time.sleep(pause_s)
 
     def _start(
-        self, command: Sequence[str], hear: Callable[[bytes | None], None], unheard: Callable[[], int]
+        self,
+        command: Sequence[str],
+        descriptors: Collection[int],
+        hear: Callable[[bytes | None], None],
+        unheard: Callable[[], int],
     ) -> subprocess.Popen[bytes]:
         """Raises OSError or RuntimeError, and then leaves nothing behind."""
         process = subprocess.Popen(  # noqa: S603 (our own module; what the user named is one argument)
@@ -130,6 +133,7 @@ class ChildProcess:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            pass_fds=descriptors,
             env=child_environment(),
         )
         if process.stdin is None or process.stdout is None or process.stderr is None:
@@ -240,6 +244,14 @@ def _write(to: IO[bytes], outbox: queue.SimpleQueue[bytes | None]) -> None:
                 left = left[to.write(left) :]
 
 
+_IS_CHILD = threading.Event()
+
+
+def in_child() -> bool:
+    """True in a process that has become a child: it loads code of a user."""
+    return _IS_CHILD.is_set()
+
+
 class Pipes(NamedTuple):
     """The child's side of its pipes to the parent."""
 
@@ -257,6 +269,7 @@ def become_child(*, memory_bytes: int) -> Pipes:
     standard input, and prints to stderr, line by line, so that neither it nor a program that it starts mixes with the
     messages.
     """
+    _IS_CHILD.set()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fork_below_keeper(memory_bytes=memory_bytes)
     for limit, bound in (
@@ -283,12 +296,6 @@ def become_child(*, memory_bytes: int) -> Pipes:
         answers.flush()
 
     return Pipes(requests, say)
-
-
-def own_arguments(given: Sequence[str]) -> tuple[str, int]:
-    """(function, memory in bytes) of a child's command line."""
-    function, memory_bytes = given
-    return function, int(memory_bytes)
 
 
 def described(error: BaseException) -> str:

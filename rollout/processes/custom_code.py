@@ -51,12 +51,23 @@ def similar_custom(function: str) -> str:
 
 def _functions_of(path: str) -> str:
     """A sentence with the functions that a Python file defines; empty if `path` is no such file."""
+    names = _defined(path, ast.FunctionDef, ast.AsyncFunctionDef)
+    return f"Did you mean {' or '.join(f'{path}:{name}' for name in names[:MOST_FUNCTIONS])}?" if names else ""
+
+
+def _defined(path: str, *kinds: type[ast.FunctionDef | ast.AsyncFunctionDef]) -> list[str]:
+    """Names of the functions of these kinds that a Python file defines; none if `path` is no such file."""
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, ValueError, SyntaxError):  # no file, a NUL in it, no Python
-        return ""
-    names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    return f"Did you mean {' or '.join(f'{path}:{name}' for name in names[:MOST_FUNCTIONS])}?" if names else ""
+        return []
+    return [node.name for node in tree.body if isinstance(node, kinds)]
+
+
+def is_async_function(function: str) -> bool:
+    """True if the file of a `path.py:name` defines the name with `async def`; the file is not run."""
+    path, _, name = function.rpartition(":")
+    return path != "" and name in _defined(path, ast.AsyncFunctionDef)
 
 
 def load_function(function: str, *, key: str) -> object:

@@ -15,20 +15,18 @@ user's rights.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from rollout.data.data_files import plain_text
 from rollout.processes.child_process import described
 from rollout.processes.custom_code import load_function
+from rollout.user_code.serving import Ask, Blocking, Overlapping, Reply
 
 ONE = {"response": "response", "raw_response": "raw_response", "answer": "answer", "prompt": "prompt", "row": "row"}
 MANY = {f"{name}s": name for name in ONE}
@@ -53,24 +51,23 @@ VERDICT = ("score", "correct")
 MAX_SCORE = 1e15
 """Largest magnitude of a score or a metric: the sum of a step's squares must be finite in float32."""
 RESERVED_METRICS = frozenset(
-    {"mean", "std", "min", "max", "accuracy", "generated_accuracy", "timeouts", "crashes", "errors"}
+    {"mean", "std", "min", "max", "accuracy", "generated_accuracy"}
+    | {"timeouts", "crashes", "errors", "retries", "unscored"}
     | {"reward_mean", "accuracy_sampled", "num_prompts", "response_tokens_mean", "truncated_frac", "policy_version"}
 )
 """Names that reward/<name> or eval/<name> has already; a number of the function must not take such a metric's place."""
 
-Reply = dict[str, Any]
-"""The worker's message about one response, as JSON values: {"score", "correct", "metrics"}, or {"error": text}; of a
-built-in rule {"correct", "extracted"}.
-
-score: the reward, None if the function returned only a bool. correct: None if it returned only a number."""
-
 
 class Calling(Enum):
-    """Calling convention of a custom function; the value is the number of responses per call of a worker."""
+    """Calling convention of a custom function."""
 
-    single = 1
-    concurrent = 32
-    batch = 256
+    single = "one response per call"
+    overlapping = "one response per call, many calls at a time"
+    batch = "many responses per call"
+
+
+BATCH_ITEMS = 256
+"""Most responses per call of a function that takes lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,59 +78,40 @@ class CustomReward:
     calling: Calling
     parameters: dict[str, str]
 
-    @property
-    def at_once(self) -> int:
-        """Responses per call of a worker."""
-        return self.calling.value
+    def work(self) -> Blocking | Overlapping:
+        """The function as a process runs it.
 
-    def score(self, items: Sequence[Mapping[str, Any]]) -> list[Reply]:
-        """One reply per item.
-
-        If a function that takes lists raises, or returns a wrong number of results, all its items fail.
+        A reply is {"score", "correct", "metrics"}, or {"error": text}. score: the reward, None if the function returned
+        only a bool. correct: None if it returned only a number. If a function that takes lists raises, or returns a
+        wrong number of results, all its items fail.
         """
         match self.calling:
             case Calling.single:
-                return [self._one(item) for item in items]
-            case Calling.concurrent:
-                return asyncio.run(self._concurrently(items))
+                return Blocking(run=lambda items: [reply_of(self.function(**self._arguments(items[0])))], items=1)
+            case Calling.overlapping:
+                return Overlapping(run=self._one)
             case Calling.batch:
-                return self._batched(items)
+                return Blocking(run=self._batched, items=BATCH_ITEMS)
 
     def _arguments(self, item: Mapping[str, Any]) -> dict[str, Any]:
         return {name: item[key] for name, key in self.parameters.items()}
 
-    def _one(self, item: Mapping[str, Any]) -> Reply:
-        try:
-            result = self.function(**self._arguments(item))
-        except Exception as error:
-            return raised(error)
-        return reply_of(result)
-
-    async def _concurrently(self, items: Sequence[Mapping[str, Any]]) -> list[Reply]:
-        calls = [self.function(**self._arguments(item)) for item in items]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        return [raised(each) if isinstance(each, BaseException) else reply_of(each) for each in results]
+    async def _one(self, item: Mapping[str, Any], _ask: Ask) -> Reply:
+        return reply_of(await self.function(**self._arguments(item)))
 
     def _batched(self, items: Sequence[Mapping[str, Any]]) -> list[Reply]:
-        arguments = {name: [item[key] for item in items] for name, key in self.parameters.items()}
-        try:
-            found = self.function(**arguments)
-            is_list = isinstance(found, Iterable) and not isinstance(found, NO_LIST) and getattr(found, "ndim", 1) == 1
-            results = list(found) if is_list else found
-        except Exception as error:
-            return [raised(error)] * len(items)
-        if not isinstance(results, list):
-            kind = type(results).__name__
-            return [{"error": f"{len(items)} responses need a list of as many results, got a {kind}"}] * len(items)
-        if len(results) != len(items):
-            return [{"error": f"{len(items)} responses need as many results, got {len(results)}"}] * len(items)
-        return [reply_of(result) for result in results]
-
-
-def raised(error: BaseException) -> Reply:
-    """The reply for an exception of the function: one line with the file and line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return {"error": f"{described(error)} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"}
+        found = self.function(**{name: [item[key] for item in items] for name, key in self.parameters.items()})
+        is_list = isinstance(found, Iterable) and not isinstance(found, NO_LIST) and getattr(found, "ndim", 1) == 1
+        results = list(found) if is_list else []
+        if len(results) == len(items):
+            return [reply_of(result) for result in results]
+        got = (
+            f"as many results, got {len(results)}"
+            if is_list
+            else f"a list of as many results, got a {type(found).__name__}"
+        )
+        # A call for one response alone would be right by chance.
+        return [{"error": f"{len(items)} responses need {got}", "final": True}] * len(items)
 
 
 def reply_of(result: object) -> Reply:
@@ -196,8 +174,8 @@ def load_custom(function: str) -> CustomReward:
             parameter.VAR_POSITIONAL,
         ):
             needed.append(parameter.name)
-    is_async = inspect.iscoroutinefunction(found)
-    for table, calling in ((ONE, Calling.concurrent if is_async else Calling.single), (MANY, Calling.batch)):
+    is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
+    for table, calling in ((ONE, Calling.overlapping if is_async else Calling.single), (MANY, Calling.batch)):
         if given and not needed and all(name in table for name in given) and not (is_async and table is MANY):
             parameters = {name: table[name] for name in given}
             return CustomReward(function=found, calling=calling, parameters=parameters)

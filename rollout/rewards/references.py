@@ -11,10 +11,10 @@ from algorithms.config import Problem
 from rollout.data.data_files import DataError
 from rollout.data.file_prompts import Judgement
 from rollout.processes.custom_code import is_custom
-from rollout.rewards.pool import Failure, Outcome, RewardPoolError
 from rollout.rewards.rules import RULES, RewardRule
 from rollout.rewards.workers import judged
 from rollout.task_config import RewardConfig
+from rollout.user_code.pool import Failure, Outcome, UserCodeError
 
 _READABLE = re.compile(r"-?(?:[0-9]{1,15}(?:\.[0-9]{1,15})?|\\[dt]?frac\{[0-9]{1,15}\}\{[1-9][0-9]{0,14}\})")
 r"""Numbers, \frac{..}{..} of whole numbers included, that math-verify reads for certain. Most references are such, and
@@ -36,7 +36,7 @@ def judgement(config: RewardConfig, *, own_rollout: bool) -> Judgement:
         assert rule is not None
         items = [{"response": rule.state(one), "answer": other, "prompt": ""} for one, other in pairs]
         with _named(config):
-            return [outcome.correct is True for outcome in judged(config, items)]
+            return [outcome.value is not None and outcome.value.correct for outcome in judged(config, items)]
 
     rule = RULES.get(config.function)
     key = None if rule is None else rule.answer_key
@@ -51,7 +51,7 @@ def _named(config: RewardConfig) -> Iterator[None]:
     """Raise DataError, which names reward.function, where no worker can be started."""
     try:
         yield
-    except RewardPoolError as error:
+    except UserCodeError as error:
         rule = "must be a function that can be loaded"
         problem = Problem(key="reward.function", rule=rule, value=config.function, remedy=str(error))
         raise DataError(problem) from error
@@ -68,7 +68,7 @@ def unusable_references(config: RewardConfig, answers: Sequence[str]) -> dict[in
 
     The reason is a sentence without its subject: "must be a number, ...". A rule that parses does so in workers with
     reward.timeout_s for each reference, so that no reference can stop the run. Empty for a function of the user's own,
-    which alone knows its references. Raises RewardPoolError if no worker can be started.
+    which alone knows its references. Raises UserCodeError if no worker can be started.
     """
     rule = RULES.get(config.function)
     if rule is None:
@@ -92,6 +92,6 @@ def _tried_in_workers(config: RewardConfig, rule: RewardRule, answers: Sequence[
 
 def _problem(outcome: Outcome, rule: RewardRule, answer: str) -> str:
     if outcome.failure is None or outcome.failure is Failure.error:
-        return "" if outcome.correct else rule.unusable(answer)
+        return "" if outcome.value is not None and outcome.value.correct else rule.unusable(answer)
     # What another program may have ended says nothing about the reference.
     return f"{rule.unusable(answer)} ({outcome.message})" if outcome.proven else ""

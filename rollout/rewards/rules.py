@@ -1,8 +1,8 @@
 """Rules of the built-in rewards: (response text, reference answer) -> correct or not.
 
 A rule extracts an answer from a response and compares it with the reference. Rules do plain string work and execute
-nothing; only `math` parses expressions. Every rule runs in a process that can be killed (`rollout/rewards/pool.py`). A
-new rule is three functions and an entry of `RULES`.
+nothing; only `math` parses expressions. Every rule runs in a process that can be killed (`rollout/user_code`). A new
+rule is three functions and an entry of `RULES`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def same_mathematics(extracted: str, answer: str) -> bool:
     """True if math-verify finds two expressions equal: 1/2 is 0.5, {1, 2} is {2, 1}.
 
     math-verify bounds its own work with SIGALRM, which a computation in C ignores. So its timeouts are off, and
-    `rollout/rewards/pool.py` kills the process at the deadline. Raises ValueError for a reference that it cannot read.
+    `rollout/user_code` kills the process at the deadline. Raises ValueError for a reference that it cannot read.
     """
     from math_verify import verify
 

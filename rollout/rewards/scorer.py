@@ -1,7 +1,7 @@
 """Scorer: samples -> the same samples with text, correct and reward filled in.
 
 `rollout/collect/dispatch.py` scores sample by sample, `rollout/collect/evaluate.py` all samples at once. The processes
-of a `RewardPool` judge the responses, so that sampling does not wait for rewards, and no response can stop the run
+of a `CallPool` judge the responses, so that sampling does not wait for rewards, and no response can stop the run
 through its reward.
 """
 
@@ -15,18 +15,14 @@ from typing import Any
 
 from rollout.data.data_files import plain_text
 from rollout.processes.custom_code import function_problem, is_custom
-from rollout.rewards.pool import Failure, Outcome, RewardPoolError
 from rollout.rewards.rules import RULES
 from rollout.rewards.votes import Vote, merged_votes
-from rollout.rewards.workers import POLL_S, judged, reward_pool
+from rollout.rewards.workers import POLL_S, Judgment, judged, reward_pool
 from rollout.task_config import RewardConfig
 from rollout.types import Prompt, Sample, SampleGroup
+from rollout.user_code.pool import Ended, Failure, Outcome, Repeated, UserCodeError
 
 LISTED_ERRORS = 5
-MAX_UNSCORED_FRACTION = 0.05
-"""Share of a step's responses without a reward that the run bears: single odd responses, not a broken function."""
-MAX_FAILED_FRACTION = 0.2
-"""Share of a step's responses, wrong ones included, whose scoring may fail: each costs a deadline or a worker."""
 EARLY = 256
 """Responses whose scoring is enough to end a run in the middle of a step."""
 WRONG_RESPONSE = "I do not know."
@@ -42,37 +38,44 @@ class ScoreStats:
     """Counts of scoring since the last `take_stats`."""
 
     scored: int = 0
-    failures: Counter[Failure] = field(default_factory=Counter)
+    calls: Counter[Failure] = field(default_factory=Counter)
+    """Failed calls, those that were made again included."""
+    repeated: int = 0
+    """Calls that were made again."""
+    failed: int = 0
+    """Responses whose scoring failed in the last try."""
     unscored: int = 0
-    """Responses that have no reward: failures without proof that the response is the cause."""
+    """Those among them without a reward: nothing proves that the response is the cause."""
     errors: list[str] = field(default_factory=list)
     """The first responses whose scoring failed, each with the reason."""
 
-    def problem(self, *, early: bool = False) -> str | None:
+    def problem(self, config: RewardConfig, *, early: bool = False) -> str | None:
         """The limit that the failures exceed, with their numbers; None if they exceed none.
 
-        `early` is for the middle of a step: only failures that cost time count then, and as a share of EARLY responses
-        until so many were scored.
+        `early` is for the middle of a step: failures count as a share of EARLY responses until so many were scored.
         """
-        unscored = ("gave no reward to", self.unscored, MAX_UNSCORED_FRACTION)
-        failed = ("failed on", self.failures.total(), MAX_FAILED_FRACTION)
-        for what, number, bound in (failed,) if early else (unscored, failed):
-            if number > bound * max(self.scored, EARLY if early else 1):
-                counts = ", ".join(f"{self.failures[failure]} {failure.value}" for failure in Failure)
-                listed = "; ".join(self.errors)
-                return f"{what} {number} of {self.scored} responses, more than {bound:.0%} ({counts}): {listed}"
-        return None
+        out_of = max(self.scored, EARLY) if early else self.scored
+        if self.failed <= max(config.max_failed_fraction * out_of, min(config.min_failed, out_of - 1)):
+            return None
+        counts = ", ".join(f"{failure.value} {self.calls[failure]}" for failure in Failure)
+        return (
+            f"failed on {self.failed} of {self.scored} responses, more than reward.max_failed_fraction="
+            f"{config.max_failed_fraction:g} (calls: {counts}): {'; '.join(self.errors)}"
+        )
 
     def metrics(self) -> dict[str, float | None]:
-        """reward/timeouts, crashes, errors."""
-        return {f"reward/{failure.value}": float(self.failures[failure]) for failure in Failure}
+        """reward/timeouts, crashes, errors, retries and unscored."""
+        counts = {failure.value: float(self.calls[failure]) for failure in Failure}
+        counts |= {"retries": float(self.repeated), "unscored": float(self.unscored)}
+        return {f"reward/{name}": count for name, count in counts.items()}
 
 
 class Scorer:
     """Scores samples: reward.correct or reward.incorrect (or a custom score), plus the overlong penalty.
 
-    A response that makes the function hang or crash is wrong. If the function raised or returned no score, or nobody
-    knows what ended its worker, the response has no reward (`sample.reward` stays None). All of these are counted.
+    A response on which the function computes for ever, or crashes in every try, is wrong. If the function raised,
+    waited too long or returned no score, or nobody knows what ended its worker, the response has no reward
+    (`sample.reward` stays None). Failed calls are counted.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class Scorer:
     def poll(self, timeout_s: float) -> list[Sample]:
         """The samples that were scored since the last call; waits at most `timeout_s` seconds for the first.
 
-        Raises RewardError when scoring fails for too many responses, and RewardPoolError when the function cannot be
+        Raises RewardError when scoring fails for too many responses, and UserCodeError when the function cannot be
         used at all.
         """
         early, self._early = self._early, []
@@ -141,10 +144,15 @@ class Scorer:
 
     def _poll_pool(self, timeout_s: float) -> list[Sample]:
         finished: list[Sample] = []
-        for key, outcome in self._pool.poll(timeout_s if self._waiting else 0.0):
-            sample = self._waiting.pop(key)
-            self._fill(sample, outcome)
-            finished.append(sample)
+        for event in self._pool.poll(timeout_s if self._waiting else 0.0):
+            match event:
+                case Repeated(_, failure, _):
+                    self._stats.repeated += 1
+                    self._stats.calls.update([failure] if failure else [])
+                case Ended(key, outcome):
+                    sample = self._waiting.pop(key)
+                    self._fill(sample, outcome)
+                    finished.append(sample)
         self.check(early=True)
         return finished
 
@@ -175,9 +183,10 @@ class Scorer:
 
         `early` is for the middle of a step.
         """
-        if problem := self._stats.problem(early=early):
+        if problem := self._stats.problem(self._config, early=early):
             self._stats = ScoreStats()
-            raise RewardError(f"reward.function={self._config.function} {problem}. Mend the function or the data.")
+            text = f"reward.function={self._config.function} {problem}"
+            raise RewardError(f"{text}. Mend the function, or what it calls.")
 
     def take_stats(self) -> ScoreStats:
         """Statistics since the last call; resets them."""
@@ -192,15 +201,17 @@ class Scorer:
         config, stats = self._config, self._stats
         stats.scored += 1
         if outcome.failure is not None:
-            stats.failures[outcome.failure] += 1
+            stats.calls[outcome.failure] += 1
+            stats.failed += 1
             if len(stats.errors) < LISTED_ERRORS:
                 stats.errors.append(f"prompt {sample.prompt_id}/{sample.sample_index}: {outcome.message}")
             if not outcome.proven:
                 stats.unscored += 1
                 sample.correct = False
                 return
-        sample.reward_parts, sample.extracted = outcome.metrics, outcome.extracted
-        sample.correct, reward = self._verdict(outcome)
+        judgment = outcome.value or Judgment()  # a response to blame is wrong
+        sample.reward_parts, sample.extracted = judgment.metrics, judgment.extracted
+        sample.correct, reward = self._verdict(judgment)
         sample.reward = reward + overlong_penalty(
             sample.num_response_tokens,
             max_new_tokens=self._max_new_tokens,
@@ -208,13 +219,13 @@ class Scorer:
             penalty=config.overlong_penalty,
         )
 
-    def _verdict(self, outcome: Outcome) -> tuple[bool, float]:
+    def _verdict(self, judgment: Judgment) -> tuple[bool, float]:
         """(correct, reward before the overlong penalty)."""
         config = self._config
-        if outcome.score is not None:
-            correct = outcome.score >= config.correct if outcome.correct is None else outcome.correct
-            return correct, outcome.score
-        return (True, config.correct) if outcome.correct else (False, config.incorrect)
+        if judgment.score is not None:
+            correct = judgment.score >= config.correct if judgment.correct is None else judgment.correct
+            return correct, judgment.score
+        return (True, config.correct) if judgment.correct else (False, config.incorrect)
 
 
 def try_reward(config: RewardConfig, prompt: Prompt) -> str:
@@ -227,9 +238,9 @@ def try_reward(config: RewardConfig, prompt: Prompt) -> str:
     is_own = is_custom(config.function)
     items = [_item(prompt, response, raw=response if is_own else None) for response in responses]
     try:
-        outcomes = judged(replace(config, num_workers=1), items)
-    except RewardPoolError as error:
-        return str(error.__cause__ or error)
+        outcomes = judged(replace(config, num_workers=1, outage_wait_s=0.0), items)
+    except UserCodeError as error:
+        return str(error)
     reasons = [(text, each.message) for text, each in zip(responses, outcomes, strict=True) if each.message]
     return next((f"{message}, for the response {plain_text(response)!r}" for response, message in reasons), "")
 

@@ -25,7 +25,7 @@ def merged_votes(config: RewardConfig, votes: Sequence[Sequence[Vote]]) -> list[
     """The votes of each prompt with one writing for wrong answers that the rule finds equal.
 
     Rules that compare texts have one writing anyway. With `math`, workers compare the pairs, each within
-    reward.timeout_s; a pair whose comparison fails stays two answers. Raises RewardPoolError if no worker starts.
+    reward.timeout_s; a pair whose comparison fails stays two answers. Raises UserCodeError if no worker starts.
     """
     rule = RULES.get(config.function)
     if rule is None or not rule.parses:
@@ -35,7 +35,9 @@ def merged_votes(config: RewardConfig, votes: Sequence[Sequence[Vote]]) -> list[
     items = [{"response": rule.state(one), "answer": other, "prompt": ""} for _, one, other in pairs]
     same: dict[tuple[int, str], str] = {}
     for (number, one, other), outcome in zip(pairs, judged(config, items), strict=True):
-        if outcome.correct:  # pairs come in order, so the first writing of an answer is its name
+        if (
+            outcome.value and outcome.value.correct
+        ):  # pairs come in order, so the first writing of an answer is its name
             same.setdefault((number, other), same.get((number, one), one))
     return [
         [(answer if answer is None else same.get((number, answer), answer), correct) for answer, correct in each]

@@ -16,10 +16,11 @@ import pytest
 from rollout.processes.child_process import ENVIRONMENT_NAMES
 from rollout.rewards import RewardError, Scorer
 from rollout.rewards.custom import RESERVED_METRICS, Calling, CustomReward
-from rollout.rewards.pool import Failure, RewardPool, RewardPoolError
 from rollout.rewards.rules import RULES
 from rollout.task_config import RewardConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
+from rollout.user_code.pool import Failure, UserCodeError
+from tests.rollout.reward_calls import children, ended, outcomes, pool_of_function, scores
 
 REPOSITORY = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -50,25 +51,13 @@ def pool_of(write):
     """pool_of(source, ...) -> a pool with one worker, closed after the test."""
     pools = []
 
-    def build(source, *, timeout_s=30.0, num_workers=1, memory_bytes=8 * GIB):
-        function = write(source) if "\n" in source else source
-        pools.append(RewardPool(function, num_workers=num_workers, timeout_s=timeout_s, memory_bytes=memory_bytes))
+    def build(source, **config):
+        pools.append(pool_of_function(write(source) if "\n" in source else source, **config))
         return pools[-1]
 
     yield build
     for pool in pools:
         pool.close()
-
-
-def outcomes(pool, responses, *, answer="1"):
-    for key, response in enumerate(responses):
-        pool.submit(key, {"response": response, "answer": answer, "prompt": "?"})
-    found = {}
-    end = time.monotonic() + 120
-    while len(found) < len(responses):
-        assert time.monotonic() < end, f"only {sorted(found)} came back"
-        found.update(pool.poll(1.0))
-    return [found[key] for key in range(len(responses))]
 
 
 def hidden():
@@ -82,12 +71,6 @@ def until(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
-
-
-def children():
-    """The processes that run the function, each below its keeper."""
-    below = psutil.Process().children(recursive=True)
-    return [each for each in below if "rollout.rewards.child" in each.cmdline() and each.parent() in below]
 
 
 # ---------------------------------------------------------------- what a function leaves behind
@@ -110,7 +93,7 @@ def test_a_process_in_a_session_of_its_own_ends_with_its_worker(pool_of, end):
     )
     [outcome] = outcomes(pool, [end])
     if end == "close":
-        assert outcome.score == 1.0 and len(hidden()) == 1
+        assert outcome.value.score == 1.0 and len(hidden()) == 1
         pool.close()
     assert not hidden()
 
@@ -120,8 +103,8 @@ def test_a_process_in_a_session_of_its_own_ends_with_a_trainer_that_is_killed(wr
     function = write("def reward(response):\n    hide()\n    time.sleep(600)\n")
     script = f"""
 import time
-from rollout.rewards.pool import RewardPool
-pool = RewardPool({function!r}, num_workers=1, timeout_s=600, memory_bytes=8 << 30)
+from tests.rollout.reward_calls import pool_of_function
+pool = pool_of_function({function!r}, timeout_s=600.0)
 pool.submit(0, {{"response": "", "answer": "", "prompt": ""}})
 time.sleep(600)
 """
@@ -159,12 +142,13 @@ def test_a_fork_bomb_is_found_and_ended(pool_of):
     """)
     bomb, good = outcomes(pool, ["bomb", "good"])
     assert bomb.failure is Failure.crash and "more than 256 processes" in bomb.message
-    assert good.score == 1.0
+    assert good.value.score == 1.0
     assert len(set(psutil.Process().children(recursive=True)) - set(before)) == 2
 
 
 @pytest.mark.scenario(22)
-def test_memory_is_bounded_over_all_processes_of_a_worker(pool_of):
+def test_memory_is_bounded_over_all_processes_of_a_worker(pool_of, monkeypatch):
+    monkeypatch.setattr("rollout.user_code.worker.MEMORY_BYTES", 500 << 20)
     pool = pool_of(
         """
         def reward(response):
@@ -178,11 +162,10 @@ def test_memory_is_bounded_over_all_processes_of_a_worker(pool_of):
                 os.kill(int(pid), 9)
                 os.wait()
             return 1.0
-        """,
-        memory_bytes=500 << 20,
+        """
     )
     shared, much = outcomes(pool, ["shared", "much"])
-    assert shared.score == 1.0  # 7 times the same 100 MiB are 100 MiB
+    assert shared.value.score == 1.0  # 7 times the same 100 MiB are 100 MiB
     assert much.failure is Failure.crash and "more memory than allowed" in much.message
 
 
@@ -209,13 +192,11 @@ def test_secrets_are_not_in_the_environment_of_a_worker(pool_of, monkeypatch):
             return float(response in seen)
     """
     names = [*planted, "PARITY_TEST_PLAIN", "PATH", "HOME"]
-    found = outcomes(pool_of(source), names)
-    assert {name: each.score for name, each in zip(names, found, strict=True)} == {
+    assert dict(zip(names, scores(pool_of(source), names), strict=True)) == {
         **dict.fromkeys(planted, 0.0), "PARITY_TEST_PLAIN": 1.0, "PATH": 1.0, "HOME": 1.0,
     }  # fmt: skip
     monkeypatch.setenv(ENVIRONMENT_NAMES, "OTHER,JUDGE_API_KEY")
-    judge, token = outcomes(pool_of(source), ["JUDGE_API_KEY", "HF_TOKEN"])
-    assert (judge.score, token.score) == (1.0, 0.0)
+    assert scores(pool_of(source), ["JUDGE_API_KEY", "HF_TOKEN"]) == [1.0, 0.0]
 
 
 def test_files_of_a_worker_are_bounded(pool_of):
@@ -226,7 +207,7 @@ def test_files_of_a_worker_are_bounded(pool_of):
             return min(1e14, resource.getrlimit(getattr(resource, response))[0])
     """)
     names = ["RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE"]
-    assert [each.score for each in outcomes(pool, names)] == [16 * GIB, 4096, 0]
+    assert scores(pool, names) == [16 * GIB, 4096, 0]
 
 
 def test_a_program_that_reads_its_input_takes_no_request_away(pool_of):
@@ -234,7 +215,7 @@ def test_a_program_that_reads_its_input_takes_no_request_away(pool_of):
         def reward(response):
             return float(len(subprocess.run(["cat"], stdout=subprocess.PIPE, check=True).stdout))
     """)
-    assert [each.score for each in outcomes(pool, ["a"] * 5)] == [0.0] * 5
+    assert scores(pool, ["a"] * 5) == [0.0] * 5
 
 
 # ---------------------------------------------------------------- blame
@@ -248,12 +229,12 @@ def test_a_killed_worker_costs_none_of_the_responses_that_it_had(pool_of):
     child.suspend()
     for key in range(5):
         pool.submit(key, {"response": "#### 1", "answer": "1", "prompt": "?"})
-    until(lambda: pool._state.tasks.empty())
+    until(lambda: pool._core.workers[0].calls)
     child.kill()
     found = {}
     while len(found) < 5:
-        found.update(pool.poll(5.0))
-    assert [(each.failure, each.correct) for each in found.values()] == [(None, True)] * 5
+        found |= ended(pool, 5.0)
+    assert [(each.failure, each.value.correct) for each in found.values()] == [(None, True)] * 5
 
 
 @pytest.mark.scenario(22)
@@ -272,15 +253,8 @@ def test_one_of_many_responses_of_a_call_is_found_and_blamed_alone(pool_of, how,
     )
     outcomes(pool, ["warm"])
     found = outcomes(pool, ["good"] * 9 + ["bad"] + ["good"] * 10)
-    assert [each.score for each in found] == [1.0] * 9 + [None] + [1.0] * 10
+    assert [each.value and each.value.score for each in found] == [1.0] * 9 + [None] + [1.0] * 10
     assert found[9].failure is Failure[failure] and found[9].proven
-
-
-def test_responses_of_a_call_are_given_up_when_too_many_fail_alone(pool_of):
-    pool = pool_of("def reward(responses):\n    time.sleep(600)\n", timeout_s=0.5)
-    found = outcomes(pool, ["a"] * 40)
-    assert {each.failure for each in found} == {Failure.timeout}
-    assert sum(each.proven for each in found) <= 2 * 3  # of two calls: the first item comes before the rest
 
 
 def group_of(responses):
@@ -301,7 +275,8 @@ def group_of(responses):
 
 
 def scorer_of(function, responses, **config):
-    config = RewardConfig(function=function, incorrect=-1.0, num_workers=1, **config)
+    config = {"incorrect": -1.0, "num_workers": 1, "retry_pause_s": 0.01, "outage_wait_s": 0.0} | config
+    config = RewardConfig(function=function, **config)
     return closing(Scorer(config, max_new_tokens=5, decode=lambda tokens: responses[tokens[0]]))
 
 
@@ -321,20 +296,22 @@ def test_a_response_is_not_wrong_because_something_else_killed_its_worker(write)
         scorer.score([group])
         metrics = scorer.take_stats().metrics()
     assert [sample.reward for sample in group.samples] == [1.0] * 39 + [None, -1.0]
-    assert (metrics["reward/crashes"], metrics["reward/timeouts"], metrics["reward/errors"]) == (2, 0, 0)
+    assert [metrics[f"reward/{name}"] for name in ("crashes", "timeouts", "errors")] == [6, 0, 0]
+    assert (metrics["reward/retries"], metrics["reward/unscored"]) == (4, 1)
 
 
 @pytest.mark.scenario(20)
 def test_too_many_timeouts_end_the_run_with_their_number(write):
     responses = ["good"] * 6 + ["hang"] * 3
     function = write("def reward(response):\n    if response == 'hang': time.sleep(600)\n    return 1.0\n")
-    with scorer_of(function, responses, timeout_s=0.3) as scorer:
+    with scorer_of(function, responses, timeout_s=0.3, max_failed_fraction=0.2, min_failed=2) as scorer:
         few = group_of(responses[:7])
         scorer.score([few])
         assert few.rewards == [1.0] * 6 + [-1.0]
         scorer.take_stats()
         expected = (
-            r"failed on 3 of 9 responses, more than 20% \(3 timeouts, 0 crashes, 0 errors\): prompt 5/6: no answer"
+            r"failed on 3 of 9 responses, more than reward\.max_failed_fraction=0\.2 \(calls: timeouts 3, crashes 0, "
+            r"errors 0\): prompt 5/6: no answer"
         )
         with pytest.raises(RewardError, match=expected):
             scorer.score([group_of(responses)])
@@ -343,11 +320,11 @@ def test_too_many_timeouts_end_the_run_with_their_number(write):
 def test_a_function_that_always_hangs_ends_the_run_before_the_step_does(write, monkeypatch):
     monkeypatch.setattr("rollout.rewards.scorer.EARLY", 10)
     responses = ["hang"] * 200
-    with scorer_of(write("def reward(response): time.sleep(600)\n"), responses, timeout_s=0.1) as scorer:
+    with scorer_of(write("def reward(response): time.sleep(600)\n"), responses, timeout_s=0.1, min_failed=2) as scorer:
         group = group_of(responses)
         for sample in group.samples:
             scorer.submit(group.prompt, sample)
-        with pytest.raises(RewardError, match=r"failed on 3 of 3 responses, more than 20%"):
+        with pytest.raises(RewardError, match=r"failed on 3 of 3 responses, more than"):
             while scorer.unfinished:
                 scorer.poll(5.0)
 
@@ -373,7 +350,7 @@ def test_a_function_that_always_hangs_ends_the_run_before_the_step_does(write, m
 )
 def test_a_value_that_cannot_be_trained_on_is_an_error(returned, message):
     custom = CustomReward(function=lambda: eval(returned), calling=Calling.single, parameters={})
-    [reply] = custom.score([{}])
+    [reply] = custom.work().run([{}])
     assert message in reply["error"]
 
 
@@ -386,7 +363,7 @@ def test_text_that_no_json_can_hold_costs_no_worker(pool_of):
     """)
     raised, metric = outcomes(pool, ["raise", "metric"])
     assert raised.failure is Failure.error and len(raised.message) < 2000
-    assert metric.metrics == {"?": 2.0}
+    assert metric.value.metrics == {"?": 2.0}
 
 
 @pytest.mark.parametrize("fault", ["line", "flood", "score"])
@@ -406,7 +383,7 @@ def test_what_a_worker_writes_is_bounded(pool_of, monkeypatch, fault):
     """)
     before = psutil.Process().memory_info().rss
     bad, good = outcomes(pool, ["bad", "good"])
-    assert bad.failure is Failure.crash and good.score == 1.0
+    assert bad.failure is Failure.crash and good.value.score == 1.0
     assert psutil.Process().memory_info().rss - before < 200 << 20
 
 
@@ -426,9 +403,9 @@ def test_a_line_that_nobody_asked_for_is_not_taken_for_the_next_answer(pool_of):
                 threading.Timer(0.2, late).start()
             return 1.0
     """)
-    assert outcomes(pool, ["bad"])[0].score == 1.0
+    assert scores(pool, ["bad"]) == [1.0]
     time.sleep(1.0)  # the line is there by then; if it is not, the test proves nothing and passes
-    assert outcomes(pool, ["good"])[0].score == 1.0
+    assert scores(pool, ["good"]) == [1.0]
 
 
 @pytest.mark.scenario(23)
@@ -449,7 +426,7 @@ def test_the_answer_of_any_response_is_read_in_no_time(rule):
 @pytest.mark.parametrize("fails", ["raise OSError('the disk is busy')", "os._exit(1)", "time.sleep(600)"])
 def test_a_function_that_fails_to_load_once_does_not_end_the_run(pool_of, tmp_path, monkeypatch, fails):
     """The second of three loads fails: that of the worker which replaces the first."""
-    monkeypatch.setattr("rollout.rewards.pool.START_TIMEOUT_S", 3.0)
+    monkeypatch.setattr("rollout.user_code.pool.START_TIMEOUT_S", 3.0)
     pool = pool_of(f"""
         with open({str(tmp_path / "loads")!r}, "a+") as loads:
             loads.write("x")
@@ -461,11 +438,11 @@ def test_a_function_that_fails_to_load_once_does_not_end_the_run(pool_of, tmp_pa
             if response == "exit" and number == 1: os._exit(3)
             return 1.0
     """)
-    assert [each.score for each in outcomes(pool, ["good", "exit", "good"])] == [1.0] * 3
+    assert scores(pool, ["good", "exit", "good"]) == [1.0] * 3
     assert (tmp_path / "loads").read_text() == "xxx"
 
 
-@pytest.mark.parametrize("name", ["parity-child-writes", "parity-child-reads", "parity-reward-0"])
+@pytest.mark.parametrize("name", ["parity-child-writes", "parity-child-reads", "parity-user-code"])
 def test_a_thread_that_cannot_be_had_for_a_moment_costs_nothing(pool_of, monkeypatch, name):
     monkeypatch.setattr("rollout.processes.child_process.START_PAUSES_S", (0.1, 0.1))
     start, refused = threading.Thread.start, []
@@ -478,18 +455,18 @@ def test_a_thread_that_cannot_be_had_for_a_moment_costs_nothing(pool_of, monkeyp
 
     monkeypatch.setattr(threading.Thread, "start", refuse_twice)
     pool = pool_of("\ndef reward(response): return 1.0\n")
-    assert [each.score for each in outcomes(pool, ["a", "b"])] == [1.0, 1.0]
+    assert scores(pool, ["a", "b"]) == [1.0, 1.0]
     assert len(refused) == 2 and len(children()) == 1
 
 
 def test_an_error_of_the_pool_loses_no_outcome(pool_of):
     pool = pool_of("\ndef reward(response): return 1.0\n")
     pool.submit(0, {"response": "", "answer": "", "prompt": ""})
-    until(lambda: not pool._state.done.empty())
-    pool._state.done.put(RewardPoolError("a worker did not start"))
-    with pytest.raises(RewardPoolError, match="did not start"):
+    until(lambda: not pool._core.done.empty())
+    pool._core.done.put(UserCodeError("a worker did not start"))
+    with pytest.raises(UserCodeError, match="did not start"):
         pool.poll(1.0)
-    assert [key for key, _ in pool.poll(1.0)] == [0]
+    assert list(ended(pool)) == [0]
 
 
 def test_a_suspended_keeper_ends_with_its_worker(pool_of):

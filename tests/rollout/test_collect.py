@@ -168,6 +168,8 @@ def test_metrics_of_a_fixed_step(engine):
         "reward/timeouts": 0.0,
         "reward/crashes": 0.0,
         "reward/errors": 0.0,
+        "reward/retries": 0.0,
+        "reward/unscored": 0.0,
         "perf/rollout_hidden_s": 0.0,
         "perf/overlap_frac": 0.0,
     }

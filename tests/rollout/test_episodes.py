@@ -10,6 +10,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM
 
 from rollout.collect.filters import invalid_reason
@@ -18,10 +19,13 @@ from rollout.config import DType, TorchEngineConfig
 from rollout.data.arithmetic import TOKENS, save_tokenizer
 from rollout.engine import wait_for
 from rollout.episodes.config import EpisodeConfig
-from rollout.episodes.running import read_message, turn_seed
-from rollout.episodes.sampler import EpisodeFunctionError, EpisodeSampler
+from rollout.episodes.running import turn_seed
+from rollout.episodes.sampler import EpisodeSampler
+from rollout.episodes.trial import try_episode
+from rollout.episodes.vocabulary import Vocabulary
 from rollout.torch.engine import TorchEngine
-from rollout.types import FinishReason, GenerateRequest, SamplingParams
+from rollout.types import FinishReason, GenerateRequest, Prompt, SamplingParams
+from rollout.user_code.pool import UserCodeError
 from tests.rollout.tiny_model import write_tiny_model
 
 EOS = TOKENS.index("<eos>")
@@ -78,9 +82,8 @@ def episodes(engine, model_path, tmp_path):
             path = tmp_path / "own_rollout.py"
             path.write_text(textwrap.dedent(function), encoding="utf-8")
             function = f"{path}:rollout"
-        sampler = EpisodeSampler(
-            Tickets(engine), EpisodeConfig(function=function, **config), tokenizer_file=model_path / "tokenizer.json"
-        )
+        config = EpisodeConfig(function=function, **{"retry_pause_s": 0.01, "outage_wait_s": 0.0} | config)
+        sampler = EpisodeSampler(Tickets(engine), config, tokenizer_file=model_path / "tokenizer.json")
         made.append(sampler)
         return sampler
 
@@ -193,7 +196,7 @@ def test_no_two_turns_draw_with_one_seed(episodes):
     assert len(seeds) == len(set(seeds)) == 40
     assert turn_seed(7, 0) == 7 and 0 <= turn_seed(7, 1) < 2**31
     stops = Counter(request.sampling.stop_token_ids for request in sampler._sampler.asked.values())
-    assert stops == {(EOS, EQUALS, 5): 20, (EOS,): 20}
+    assert stops == {(EOS, 5, EQUALS): 20, (EOS,): 20}
 
 
 LONG = """
@@ -235,7 +238,8 @@ def test_a_response_never_exceeds_its_limit(episodes):
     [
         ("\n async def rollout(episode): raise ValueError('my bad')\n", "ValueError: my bad"),
         ("\n async def rollout(episode): pass\n", "it ended without having sampled anything"),
-        ("\n async def rollout(episode): await episode.generate(stop=['no such'])\n", "stop='no such' is no token"),
+        ("\n async def rollout(episode): await episode.generate(stop=[''])\n", "stop has an empty text"),
+        ("\n async def rollout(episode): await episode.generate(stop='=')\n", "stop must be a list"),
         (
             "\n async def rollout(episode):\n  while True: await episode.generate()\n",
             "EpisodeError: there are no tokens left",
@@ -259,7 +263,7 @@ def test_an_episode_whose_function_raises_is_dropped_by_name(episodes, function,
     ],
 )
 def test_a_function_that_cannot_be_used_ends_with_its_name(episodes, function, message):
-    with pytest.raises(EpisodeFunctionError, match=r"episode\.function=.*own_rollout\.py:rollout") as caught:
+    with pytest.raises(UserCodeError, match=r"episode\.function=.*own_rollout\.py:rollout") as caught:
         episodes(function).generate(make_requests(1))
     assert message in str(caught.value)
 
@@ -310,13 +314,12 @@ def test_a_crash_costs_the_episode_whose_code_ran(episodes):
         False,
         False,
     ]
-    assert stats.failed == 2 and "its worker ended with exit status 3" in stats.last_failure
+    assert stats.failed == 2 and "the worker ended with exit status 3" in stats.last_failure
 
 
 def test_a_killed_worker_is_replaced_and_its_episodes_give_what_they_would_have_given(episodes):
     sampler = episodes(TWO_TURNS)
     expected = sampler.generate(make_requests())
-    sampler._workers[0].running = None
     [keeper] = [each for each in psutil.Process().children() if "rollout.episodes.child" in each.cmdline()]
     [child] = keeper.children()
     child.suspend()  # so that it is killed in the middle of its work
@@ -426,13 +429,6 @@ def test_a_function_that_fails_to_load_once_does_not_end_the_run(episodes):
     assert sum(each.finish_reason is FinishReason.length for each in generations) >= 2
 
 
-@pytest.mark.parametrize(
-    "line", [b"7", b"{}", b"[]", b"x", b'{"end": 0}', b'{"generate": 0, "observed": ["a"]}', b'{"running": "a"}']
-)
-def test_a_line_that_no_worker_sends_is_not_heeded(line):
-    assert read_message(line) is None
-
-
 def test_a_row_that_cannot_be_sent_and_a_turn_that_is_not_awaited_cost_their_episodes(episodes):
     deep = []
     for _ in range(300):
@@ -451,3 +447,143 @@ def test_a_row_that_cannot_be_sent_and_a_turn_that_is_not_awaited_cost_their_epi
     generations = as_a_step(sampler, [replace(first, row={"deep": deep}), *rest])
     failed = [each.finish_reason is FinishReason.failed for each in generations]
     assert failed == [True, False, True, True, False, False]
+
+
+# ---------------------------------------------------------------- deadlines of the function's own, slow imports
+
+
+def test_a_turn_that_the_function_waits_for_too_short_is_withdrawn_and_costs_nobody(episodes, engine, monkeypatch):
+    """The function goes on without the turn; the response has none of its tokens."""
+    sampler = episodes("""
+        import asyncio
+
+        async def rollout(episode):
+            await episode.generate(max_new_tokens=2)
+            if episode.prompt.startswith("1"):
+                try:
+                    await asyncio.wait_for(episode.generate(), 0.0001)
+                except TimeoutError:
+                    pass
+            episode.observe("1+1")
+            await episode.generate(max_new_tokens=2)
+    """)
+    generations = as_a_step(sampler, make_requests(stop=()))
+    stats = sampler.take_stats()
+    assert (stats.failed, stats.restarted) == (0, 0)
+    for generation in generations:
+        assert generation.sampled == [True] * 2 + [False] * 3 + [True] * 2
+    assert len(sampler._pool._core.workers) == 1
+
+
+def test_a_deadline_around_a_turn_that_has_arrived_leaves_the_turn_in_the_response(episodes, model_path):
+    requests = make_requests(2, stop=())
+    source = """
+        import asyncio
+
+        async def rollout(episode):
+            turn = await asyncio.wait_for(episode.generate(max_new_tokens=4), 60)
+            episode.observe(turn.token_ids)
+    """
+    for request, generation in zip(requests, episodes(source).generate(requests), strict=True):
+        assert generation.token_ids[:4] == generation.token_ids[4:]
+        assert generation.logprobs[:4] == pytest.approx(rescored(model_path, request, generation)[:4], abs=1e-4)
+
+
+def test_the_time_of_an_import_is_not_the_time_of_an_episode(episodes):
+    sampler = episodes(
+        "import time\ntime.sleep(3)\nasync def rollout(episode):\n    await episode.generate()\n", timeout_s=1.0
+    )
+    as_a_step(sampler, make_requests())
+    stats = sampler.take_stats()
+    assert (stats.failed, stats.restarted) == (0, 0)
+
+
+def test_the_time_of_the_engines_is_not_the_time_of_the_function(episodes, monkeypatch):
+    sampler = episodes(TWO_TURNS, timeout_s=0.7)
+    poll = sampler._sampler.poll
+    monkeypatch.setattr(sampler._sampler, "poll", lambda timeout_s: (time.sleep(1.0), poll(timeout_s))[1])
+    as_a_step(sampler, make_requests(2))
+    stats = sampler.take_stats()
+    assert (stats.failed, stats.restarted) == (0, 0)
+
+
+# ---------------------------------------------------------------- where a turn ends
+
+
+def test_a_turn_ends_with_a_text_of_several_tokens_and_samples_what_it_would_have_sampled(episodes):
+    """The text is found where it is; until then the turn is the one without a stop, seeds of the parts apart."""
+    source = """
+        async def rollout(episode):
+            turn = await episode.generate(stop=["1+", "="])
+            assert turn.stopped == (turn.text.endswith(("1+", "=")) or episode.tokens_left > 0), turn
+            for text in ("1+", "="):
+                assert text not in turn.text[:-1], turn
+            if turn.stopped:
+                episode.observe("7" * episode.tokens_left)
+    """
+    sampler = episodes(source)
+    generations = as_a_step(sampler, make_requests(60, stop=(EOS,)))
+    stats = sampler.take_stats()
+    assert stats.failed == 0, stats.last_failure
+    texts = [
+        "".join(TOKENS[token] for token, own in zip(g.token_ids, g.sampled, strict=True) if own) for g in generations
+    ]
+    assert {text[-2:] for text in texts} >= {"1+"} and any(text.endswith("=") for text in texts)
+    assert any("+" in text[:-2] for text in texts), "a + that does not end the text ends no turn"
+    assert stats.turns == 60, "parts of a turn are no turns"
+
+
+@pytest.fixture(scope="module")
+def bytes_vocabulary(tmp_path_factory):
+    """A byte-level vocabulary like that of most models, learnt from a few lines."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=["<|im_end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    lines = ["<call>add(1, 2)</call>\n\nObservation: 3", "x = 答案 é = 5 </call>>= =>", "Final Answer: 12\n"] * 20
+    tokenizer.train_from_iterator(lines, trainer)
+    path = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return Vocabulary(str(path))
+
+
+@pytest.mark.parametrize("text", ["</call>", "=", " =", "= ", "\n\n", "Observation:", "答案", "é", ">>", "tion: 3"])
+def test_every_token_in_which_a_text_can_end_is_known(bytes_vocabulary, text):
+    """All texts with the stop in them: the first token with which the stop is complete is one of those."""
+    vocabulary, enders = bytes_vocabulary, bytes_vocabulary.enders(text)
+    assert len(enders) < 250
+    for line in (f"a {text} b", f"a{text}b", f"{text}{text}", f"x>{text}>", f"Final{text}Answer", f" {text}\n\n"):
+        for ids in (vocabulary.encode(line), [token for char in line for token in vocabulary.encode(char)]):
+            complete = next(end for end in range(1, len(ids) + 1) if text in vocabulary.decode(ids[:end]))
+            assert ids[complete - 1] in enders, (text, line)
+
+
+def test_names_of_special_tokens_and_ids_end_a_turn_as_tokens(bytes_vocabulary):
+    assert bytes_vocabulary.special_token("<|im_end|>") == 0
+    assert bytes_vocabulary.special_token("=") is bytes_vocabulary.special_token("no such") is None
+
+
+# ---------------------------------------------------------------- the trial before a run
+
+
+@pytest.mark.parametrize(
+    ("body", "reason", "num_turns"),
+    [
+        ("await episode.generate()", "", 1),
+        ("while episode.tokens_left: await episode.generate(stop=['=', 'no such'])", "", 9),
+        ("await episode.generate(stop=[''])", "EpisodeError: stop has an empty text", 0),
+        ("pass", "it ended without having sampled anything", 0),
+        ("await episode.generate()\n    raise ValueError('my bad')", "ValueError: my bad", 1),
+        ("import time; time.sleep(60)", "no answer within 1 s", 0),
+    ],
+)
+def test_a_function_is_tried_in_an_episode_before_a_run(model_path, tmp_path, body, reason, num_turns):
+    (tmp_path / "own.py").write_text(f"async def rollout(episode):\n    {body}\n")
+    prompt = Prompt(prompt_id=0, token_ids=[2, 12, 5, 13], text="0+3=", answer="7")
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=30, seed=0, stop_token_ids=(EOS,))
+    config = EpisodeConfig(function=f"{tmp_path}/own.py:rollout", timeout_s=1.0)
+    trial = try_episode(config, prompt, sampling, model_path / "tokenizer.json")
+    assert reason in trial.reason and bool(trial.reason) == bool(reason)
+    assert trial.num_turns == num_turns

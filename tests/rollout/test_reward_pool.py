@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.rewards.pool import Failure, RewardPool, RewardPoolError
+from rollout.user_code.pool import Failure, UserCodeError
+from tests.rollout.reward_calls import children, ended, outcomes, pool_of_function, scores
 
-GIB = 1 << 30
 OWN_SLEEP = f"600.{os.getpid()}"
 """Seconds by which the sleeping processes of these tests are told from those of other programs."""
 HOSTILE = """
@@ -54,33 +54,15 @@ def pool_of(tmp_path):
     """pool_of(source, name, ...) -> a pool with the function of `source`, closed after the test."""
     pools = []
 
-    def build(source, name="reward", *, timeout_s=30.0, num_workers=2, memory_bytes=8 * GIB):
+    def build(source, name="reward", *, num_workers=2, **config):
         path = tmp_path / "own_reward.py"
         path.write_text(textwrap.dedent(source), encoding="utf-8")
-        pool = RewardPool(f"{path}:{name}", num_workers=num_workers, timeout_s=timeout_s, memory_bytes=memory_bytes)
-        pools.append(pool)
-        return pool
+        pools.append(pool_of_function(f"{path}:{name}", num_workers=num_workers, **config))
+        return pools[-1]
 
     yield build
     for pool in pools:
         pool.close()
-
-
-def outcomes(pool, responses, *, answer="1", deadline_s=120.0):
-    for key, response in enumerate(responses):
-        pool.submit(key, {"response": response, "answer": answer, "prompt": "?"})
-    found = {}
-    end = time.monotonic() + deadline_s
-    while len(found) < len(responses):
-        assert time.monotonic() < end, f"only {sorted(found)} came back"
-        found.update(pool.poll(1.0))
-    return [found[key] for key in range(len(responses))]
-
-
-def children():
-    """The processes that run the function, each below its keeper."""
-    below = psutil.Process().children(recursive=True)
-    return [each for each in below if "rollout.rewards.child" in each.cmdline() and each.parent() in below]
 
 
 @pytest.mark.scenario(20)
@@ -103,19 +85,19 @@ def test_whatever_a_function_does_costs_only_its_own_response(pool_of):
         "no score": (Failure.error, "a dict needs the key 'score', got ['reward']"),
         "bad metric": (Failure.error, "length must be a number, got str"),
         "garbage": (Failure.timeout, "no answer within 2 s"),
-        "[7]\n": (Failure.crash, "the worker answered 7"),
-        '[{"score": "high"}]\n': (Failure.crash, "the worker answered {'score': 'high'}"),
-        "null\n": (Failure.crash, "the worker answered something else"),
-        "garbage\n": (Failure.crash, "which is no JSON"),
+        "[7]\n": (Failure.crash, "the worker answered b'[7]': it is no message of a worker"),
+        '[{"score": "high"}]\n': (Failure.crash, "it is no message of a worker"),
+        "null\n": (Failure.crash, "it is no message of a worker"),
+        "garbage\n": (Failure.crash, "the worker answered b'garbage'"),
     }
     responses = [each for name in bad for each in (name, "good")] + ["print", "good"]
-    found = outcomes(pool, responses)
-    for response, outcome in zip(responses, found, strict=True):
+    for response, outcome in zip(responses, outcomes(pool, responses), strict=True):
         failure, message = bad.get(response, (None, ""))
         assert outcome.failure is failure, (response, outcome)
         assert message in outcome.message
         if failure is None:
-            assert (outcome.score, outcome.correct, outcome.metrics) == (0.5, True, {"length": len(response)})
+            found = outcome.value
+            assert (found.score, found.correct, found.metrics) == (0.5, True, {"length": len(response)})
     assert len(children()) <= 2
     pool.close()
     assert not children()
@@ -167,10 +149,9 @@ def test_a_pool_that_cannot_start_a_worker_says_so_and_lives_on(pool_of, monkeyp
         patch.setattr("rollout.processes.child_process.subprocess.Popen", refuse)
         patch.setattr("rollout.processes.child_process.START_PAUSES_S", (0.1, 0.1))
         pool.submit(99, {"response": "good", "answer": "1", "prompt": "?"})
-        with pytest.raises(RewardPoolError, match=r"a worker did not start: .*temporarily unavailable"):
+        with pytest.raises(UserCodeError, match=r"a worker did not start: .*temporarily unavailable"):
             pool.poll(60.0)
-        [(key, outcome)] = pool.poll(60.0)
-        assert (key, outcome.failure) == (99, Failure.crash)
+        assert ended(pool, 60.0)[99].failure is Failure.crash
     assert outcomes(pool, ["good"])[0].failure is None
 
 
@@ -183,8 +164,8 @@ def test_a_row_that_is_nested_too_deep_costs_its_own_response(pool_of):
         pool.submit(key, {"response": "abc", "answer": "1", "prompt": "?", "row": row})
     found = {}
     while len(found) < 3:
-        found.update(pool.poll(60.0))
-    assert [found[key].score for key in range(3)] == [3.0, None, 3.0]
+        found |= ended(pool, 60.0)
+    assert [found[key].value and found[key].value.score for key in range(3)] == [3.0, None, 3.0]
     assert found[1].failure is Failure.error and "row cannot be sent" in found[1].message
 
 
@@ -194,7 +175,7 @@ def test_a_file_of_the_working_directory_does_not_hide_a_package(pool_of, tmp_pa
     (tmp_path / "helper.py").write_text("REWARD = 0.25\n")
     monkeypatch.chdir(tmp_path)
     pool = pool_of("from helper import REWARD\ndef reward(response): return REWARD\n", num_workers=1)
-    assert outcomes(pool, ["a"])[0].score == 0.25
+    assert scores(pool, ["a"]) == [0.25]
 
 
 @pytest.mark.parametrize(
@@ -207,8 +188,8 @@ def test_a_file_of_the_working_directory_does_not_hide_a_package(pool_of, tmp_pa
 )
 def test_a_function_for_many_and_an_async_one_give_one_verdict_each(pool_of, source, expected):
     found = outcomes(pool_of(source), ["1", "2"] * 150)
-    assert [each.correct for each in found] == expected * 150
-    assert all(each.score is None for each in found)
+    assert [each.value.correct for each in found] == expected * 150
+    assert all(each.value.score is None for each in found)
 
 
 def test_async_calls_overlap(pool_of):
@@ -251,7 +232,7 @@ def test_a_function_for_many_that_forgets_one_fails_for_all(pool_of):
 def test_a_function_that_cannot_be_used_is_an_error_with_its_name(pool_of, source, message):
     pool = pool_of(source)
     pool.submit(0, {"response": "", "answer": "", "prompt": ""})
-    with pytest.raises(RewardPoolError, match=r"reward\.function=.*own_reward\.py:reward") as caught:
+    with pytest.raises(UserCodeError, match=r"reward\.function=.*own_reward\.py:reward") as caught:
         while True:
             pool.poll(60.0)
     assert message in str(caught.value)
@@ -263,8 +244,10 @@ def test_a_function_that_cannot_be_used_is_an_error_with_its_name(pool_of, sourc
 def test_what_a_function_raises_is_told_with_its_line(pool_of, head):
     pool = pool_of(f"{head}:\n    scale = 0\n    return 1 / scale\n")
     pool.submit(0, {"response": "", "answer": "", "prompt": ""})
-    (_, outcome), *_ = pool.poll(60.0)
-    assert outcome.message == "ZeroDivisionError: division by zero (own_reward.py, line 3)"
+    found = {}
+    while not found:
+        found = ended(pool, 60.0)
+    assert found[0].message == "ZeroDivisionError: division by zero (own_reward.py, line 3)"
 
 
 def test_workers_die_with_the_process_that_started_them(tmp_path):
@@ -273,8 +256,8 @@ def test_workers_die_with_the_process_that_started_them(tmp_path):
     (tmp_path / "hang.py").write_text(f"{source}def reward(response): time.sleep(600)\n", encoding="utf-8")
     script = textwrap.dedent(f"""
         import os, signal, time
-        from rollout.rewards.pool import RewardPool
-        pool = RewardPool("{tmp_path}/hang.py:reward", num_workers=1, timeout_s=600, memory_bytes=8 << 30)
+        from tests.rollout.reward_calls import pool_of_function
+        pool = pool_of_function("{tmp_path}/hang.py:reward", timeout_s=600.0)
         pool.submit(0, {{"response": "", "answer": "", "prompt": ""}})
         while not os.path.exists("{tmp_path}/hang.loaded"):
             time.sleep(0.05)
@@ -303,12 +286,12 @@ def test_a_hostile_corpus_is_scored_to_the_end(rule, count):
     generator = random.Random(rule)
     corpus = ["".join(generator.choices(PIECES, k=generator.randrange(40))) for _ in range(count)]
     heavy = HEAVY if rule == "math" else HEAVY * 10
-    pool = RewardPool(rule, num_workers=2, timeout_s=2.0, memory_bytes=4 * GIB)
+    pool = pool_of_function(rule, num_workers=2, timeout_s=2.0)
     found = outcomes(pool, [*heavy, *corpus, "#### 424242 Answer: \\boxed{424242}"], answer="424242")
     assert len(children()) <= 2  # a worker that was just killed is replaced with the next response
     pool.close()
     assert not children()
-    assert found[-1].correct
-    assert not any(each.correct for each in found[:-1])
+    assert found[-1].value.correct
+    assert not any(each.value and each.value.correct for each in found[:-1])
     failures = sum(each.failure is not None for each in found)
     assert failures <= (len(heavy) + count // 50 if rule == "math" else 0)

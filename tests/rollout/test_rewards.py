@@ -226,7 +226,7 @@ def test_scoring_a_few_groups_leaves_other_samples_to_poll():
 def test_a_function_may_take_longer_to_import_than_a_call(tmp_path, monkeypatch):
     """Its worker counts as lost only after the time for the start, whatever the deadline of a call is."""
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(2.5)\ndef reward(response): return 0.25\n")
-    monkeypatch.setattr("rollout.rewards.pool.GRACE_S", 1.0)
+    monkeypatch.setattr("rollout.user_code.pool.GRACE_S", 1.0)
     config = RewardConfig(function=f"{tmp_path}/slow.py:reward", timeout_s=0.5)
     scorer = Scorer(config, max_new_tokens=5, decode=as_digits)
     group = make_group([[4, 2]], answer="42")
@@ -365,7 +365,7 @@ def test_scorer_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match=r"reward\.overlong_buffer_tokens must be < sampling\.max_new_tokens \(5\)"):
         Scorer(RewardConfig(overlong_buffer_tokens=5), max_new_tokens=5, decode=as_digits)
     scorer = Scorer(RewardConfig(function="gsm8k"), max_new_tokens=5, decode=as_digits)
-    with pytest.raises(RewardError, match=r"gave no reward to 1 of 1 .* prompt 5/0: ValueError: the reference"):
+    with pytest.raises(RewardError, match=r"failed on 1 of 1 .* prompt 5/0: ValueError: the reference"):
         scorer.score([make_group([[1]], answer="none")])
 
 

@@ -4,17 +4,17 @@ import pytest
 
 from rollout.collect.evaluate import majority_vote
 from rollout.rewards import votes
-from rollout.rewards.pool import Outcome
 from rollout.rewards.votes import merged_votes
-from rollout.rewards.workers import judged
+from rollout.rewards.workers import Judgment, judged
 from rollout.task_config import RewardConfig
+from rollout.user_code.pool import Outcome
 
 
 def majority(responses, answer, *, function="math", prompt=""):
     """maj@k of the responses to one prompt, by the workers as in an evaluation."""
     config = RewardConfig(function=function, num_workers=1)
     outcomes = judged(config, [{"response": each, "answer": answer, "prompt": prompt} for each in responses])
-    (merged,) = merged_votes(config, [[(each.extracted, each.correct is True) for each in outcomes]])
+    (merged,) = merged_votes(config, [[(each.value.extracted, each.value.correct) for each in outcomes]])
     return majority_vote(merged)
 
 
@@ -79,7 +79,7 @@ def test_answers_are_compared_only_where_the_vote_depends_on_it(decided, monkeyp
 def test_no_more_pairs_are_compared_than_promised(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        votes, "judged", lambda config, items: asked.extend(items) or [Outcome(correct=False) for _ in items]
+        votes, "judged", lambda config, items: asked.extend(items) or [Outcome(Judgment(correct=False)) for _ in items]
     )
     merged_votes(RewardConfig(function="math"), [[("5", True), *((f"x+{n}", False) for n in range(200))]])
     assert len(asked) == votes.MAX_COMPARED * (votes.MAX_COMPARED - 1) // 2

@@ -7,7 +7,7 @@ from typing import get_type_hints
 from algorithms.config.rules import Description, describe
 from trainer.config.train import GROUPS, TrainConfig
 
-MAX_KEYS = 162
+MAX_KEYS = 172
 """Distinct keys over all options of all groups. A new key needs a recipe that sets it or a document that argues for it;
 then this number follows. Four of them are tracking.name, group, tags and notes: W&B's own words for a run, which
 people set for every run; docs/tracking.md argues for them. run.resume_from is for docs/resume.md: one checkpoint under

@@ -74,6 +74,6 @@ def test_a_reward_that_fails_on_responses_is_told_once() -> None:
     [(step, severity, text)] = told(OWN, [PARTIAL | {"reward/generated_accuracy": 0.5}, failed, failed])
     assert (step, severity) == (2, Severity.warn)
     assert text == (
-        "the reward function failed on responses of this step: 13 took longer than reward.timeout_s and are wrong; "
-        "1 raised or gave no number and is left out. Every step counts them in reward/timeouts, reward/errors"
+        "calls of the reward function failed in this step: 13 took longer than reward.timeout_s; 1 raised, or gave no "
+        "number. Every step counts them in reward/timeouts, reward/errors"
     )

@@ -25,11 +25,13 @@ _OTHER_BOUNDS = (
 
 
 _FAILURES = {
-    "reward/timeouts": "took longer than reward.timeout_s and {} wrong",
-    "reward/crashes": "ended the process and {} wrong",
-    "reward/errors": "raised or gave no number and {} left out",
+    "reward/timeouts": "took longer than reward.timeout_s",
+    "reward/crashes": "lost their process",
+    "reward/errors": "raised, or gave no number",
+    "reward/retries": "were made again",
+    "reward/unscored": "left a response without a reward",
 }
-"""Metric -> what the reward function did with so many responses, and what they count as."""
+"""Metric -> what so many calls of the reward function did."""
 
 
 class Notices:
@@ -52,10 +54,10 @@ class Notices:
         failures = {name: int(row.get(name) or 0) for name in _FAILURES}
         if self._warns_of_failures and any(failures.values()):
             self._warns_of_failures = False
-            said = [f"{n} {_FAILURES[name].format('is' if n == 1 else 'are')}" for name, n in failures.items() if n]
+            said = [f"{n} {_FAILURES[name]}" for name, n in failures.items() if n]
             counted = ", ".join(name for name, n in failures.items() if n)
-            text = f"the reward function failed on responses of this step: {'; '.join(said)}. "
-            text += f"Every step counts them in {counted}"
+            text = f"calls of the reward function failed in this step: {'; '.join(said)}. Every step counts them in "
+            text += counted
             found.append(Event(step=step, kind="reward", severity=Severity.warn, text=text))
         gap = row.get("mismatch/abs_logdiff_max")
         if self._promises_bits and gap:

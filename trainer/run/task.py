@@ -25,7 +25,7 @@ from trainer.policy.model import check_files
 from trainer.run.base_model import build_base_model
 from trainer.run.model_check import find_model
 from trainer.run.smollm2 import build_smollm2
-from trainer.run.task_check import context_problems, data_judgement, vocabulary_problems
+from trainer.run.task_check import context_problems, data_judgement, trial_problems, vocabulary_problems
 from trainer.rundir.cache import Progress
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.model_mark import model_mark
@@ -154,6 +154,8 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         *context_problems(config, model_path, longest_prompt=dataset.longest_prompt),
         *vocabulary_problems(model_path, largest_token=dataset.largest_token),
     ]
+    if trains and not problems:
+        problems += trial_problems(config, dataset.train[0], model_path, stop_ids, dataset.notes)
     if problems:
         raise StartError(*problems)
 

@@ -12,15 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from algorithms.config import ConfigError, Problem
+from rollout.collect.requests import sampling_params
 from rollout.config import SGLangConfig
 from rollout.data.data_files import DataError, is_local
 from rollout.data.dataset import first_row, load_dataset
 from rollout.data.file_prompts import Judgement
-from rollout.episodes.running import try_rollout_function
+from rollout.episodes.trial import load_problem, try_episode
 from rollout.processes.custom_code import is_custom
 from rollout.rewards import judgement, try_reward
 from rollout.sglang.stacked import parts_apart
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
+from rollout.types import Prompt
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig, ModelConfig
 from trainer.limits.adapter_shape import chosen_layers, linear_shapes
@@ -270,8 +272,32 @@ def vocabulary_problems(directory: Path, *, largest_token: int) -> Iterator[Prob
 def _episode_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield the problem of a rollout function of the user's own that cannot be loaded."""
     name = config.episode.function
-    if name is not None and is_custom(name) and (reason := try_rollout_function(name)):
+    if name is not None and is_custom(name) and (reason := load_problem(name)):
         yield config.broken("episode.function", "must be a rollout function that can be loaded", f"It failed: {reason}")
+
+
+def trial_problems(
+    config: TrainConfig, prompt: Prompt, model_path: Path, stop_token_ids: tuple[int, ...], notes: list[str]
+) -> Iterator[Problem]:
+    """Yield the problems of functions of the user's own that are called with what a run gives them.
+
+    `prompt` is the first of training, with its text and its tokens. What may be the fault of a text becomes a note.
+    """
+    if is_custom(config.reward.function) and (reason := try_reward(config.reward, prompt)):
+        rule = "must score the first prompt, in the form in which the engine reads it"
+        yield config.broken("reward.function", rule, f"It failed with {reason}")
+    name, tokenizer_file = config.episode.function, model_path / "tokenizer.json"
+    if name is None or not is_custom(name) or not tokenizer_file.is_file():
+        return
+    sampling = sampling_params(config.sampling, seed=0, stop_token_ids=stop_token_ids)
+    trial = try_episode(config.episode, prompt, sampling, tokenizer_file)
+    if trial.reason and not trial.num_turns:
+        rule = "must bring an episode to an end"
+        yield config.broken("episode.function", rule, f"For the first prompt it failed with {trial.reason}")
+    elif trial.reason:
+        notes.append(
+            f"episode.function failed in a trial in which every turn was the answer of the first row: {trial.reason}"
+        )
 
 
 def data_judgement(config: TrainConfig) -> Judgement:

@@ -1,0 +1,61 @@
+"""The tokens of a model as text: encode, decode, and the tokens in which a text can end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_PART = "\ufffd"
+"""What stands for a part of a character that has several bytes."""
+
+
+class Vocabulary:
+    """A tokenizer without transformers and torch, which a worker needs not load."""
+
+    def __init__(self, tokenizer_file: str) -> None:
+        """`tokenizer_file` is the path of a tokenizer.json, which is read when it is needed."""
+        self._file = tokenizer_file
+        self.enders = cache(self._enders)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        from tokenizers import Tokenizer  # the library behind every fast tokenizer
+
+        return Tokenizer.from_file(self._file)
+
+    def encode(self, text: str) -> list[int]:
+        """Text -> token ids, without special tokens around it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Token ids -> text, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def special_token(self, name: str) -> int | None:
+        """The id of the special token with this name; None if there is none."""
+        found = self._tokenizer.token_to_id(name)
+        return None if found is None or self.decode([found]) else int(found)
+
+    def _enders(self, text: str) -> frozenset[int]:
+        """The tokens in which `text` can end: those that hold it, or begin with an end of it."""
+        ends = tuple(text[at:] for at in range(len(text)))
+        has_parts = not text.isascii()
+        return frozenset(
+            token
+            for token, shown in enumerate(self._texts)
+            if text in shown or shown.startswith(ends) or (has_parts and _PART in shown)
+        )
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        """The text of every token, as it reads after another: some tokenizers drop a space at the beginning."""
+        alone = self._tokenizer.decode_batch([[token] for token in range(self._tokenizer.get_vocab_size())])
+        before = next((token for token, text in enumerate(alone) if text.isascii() and text.isalnum()), None)
+        if before is None:
+            return alone
+        pairs = self._tokenizer.decode_batch([[before, token] for token in range(len(alone))])
+        return [text.removeprefix(alone[before]) for text in pairs]
