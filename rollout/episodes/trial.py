@@ -65,7 +65,7 @@ def try_episode(config: EpisodeConfig, prompt: Prompt, sampling: SamplingParams,
         try:
             [generation] = wait_for(sampler.submit([request]), sampler.poll, others=[])
         except UserCodeError as error:
-            return Trial(str(error), 0)
+            return Trial(error.cause, 0)
         stats = sampler.take_stats()
     failed = generation.finish_reason is FinishReason.failed
     return Trial(stats.last_failure.partition(": ")[2] if failed else "", stats.turns)

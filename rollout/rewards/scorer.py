@@ -240,7 +240,7 @@ def try_reward(config: RewardConfig, prompt: Prompt) -> str:
     try:
         outcomes = judged(replace(config, num_workers=1, outage_wait_s=0.0), items)
     except UserCodeError as error:
-        return str(error)
+        return error.cause
     reasons = [(text, each.message) for text, each in zip(responses, outcomes, strict=True) if each.message]
     return next((f"{message}, for the response {plain_text(response)!r}" for response, message in reasons), "")
 

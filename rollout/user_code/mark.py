@@ -12,7 +12,7 @@ import time
 from typing import NamedTuple
 
 NOBODY = -1
-_SIZE = 16
+_SIZE = 32
 
 
 class Running(NamedTuple):
@@ -22,6 +22,9 @@ class Running(NamedTuple):
     """Number of the call; NOBODY if no code of a call runs."""
     since: float
     """Time (time.monotonic()) at which the code began to run without a break."""
+    cpu: float
+    """Seconds of CPU time that the process had used by then."""
+    pid: int
 
 
 class Mark:
@@ -33,23 +36,24 @@ class Mark:
         if descriptor is None:
             os.truncate(self.descriptor, _SIZE)
         memory = mmap.mmap(self.descriptor, _SIZE)
-        self._calls, self._times = memoryview(memory)[:8].cast("q"), memoryview(memory)[8:].cast("d")
-        if descriptor is None:
-            self.clear()
+        self._numbers, self._times = memoryview(memory)[:16].cast("q"), memoryview(memory)[16:].cast("d")
+        self.clear()
+        self._numbers[1] = os.getpid()
 
     def set(self, call: int) -> None:
         """Say that code of `call` runs from now on."""
-        self._times[0] = time.monotonic()  # before the call: a new call with an old time would seem to hang
-        self._calls[0] = call
+        # The times come first: a new call with an old time would seem to hang.
+        self._times[0], self._times[1] = time.monotonic(), time.process_time()
+        self._numbers[0] = call
 
     def clear(self) -> None:
         """Say that no code of a call runs."""
-        self._calls[0] = NOBODY
+        self._numbers[0] = NOBODY
 
     def read(self) -> Running:
         """What the child has written last."""
-        call, since = self._calls[0], self._times[0]
-        return Running(call if call == self._calls[0] else NOBODY, since)
+        call, since, cpu = self._numbers[0], *self._times
+        return Running(call if call == self._numbers[0] else NOBODY, since, cpu, self._numbers[1])
 
     def close(self) -> None:
         """Give the descriptor back; what was written can still be read."""

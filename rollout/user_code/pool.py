@@ -120,6 +120,10 @@ Event = Ended | Repeated | Asked | Withdrawn
 class UserCodeError(RuntimeError):
     """The function cannot be used at all; the message names the function and the cause."""
 
+    def __init__(self, function: str, cause: str) -> None:
+        super().__init__(f"{function}: {cause}")
+        self.cause = cause
+
 
 class CallPool:
     """Calls of one function. Its methods are for one thread; the workers start with the first item."""
@@ -252,7 +256,7 @@ class _Core:
                 self._give_out()
         except Exception as error:  # a fault of the pool must not look like a slow function
             logger.exception("%s: the pool of its processes failed", self._name)
-            self.done.put(UserCodeError(f"{self._name}: the pool of its processes failed: {described(error)}"))
+            self.done.put(UserCodeError(self._name, f"the pool of its processes failed: {described(error)}"))
         finally:
             for worker in self.workers:
                 worker.kill()
@@ -306,9 +310,9 @@ class _Core:
             if is_held or worker.free(share) < 1:
                 return
             tasks = self._probe(now) if is_outage else self._next(worker.items, now)
-            self.is_probing = is_outage
             if not tasks:
                 return
+            self.is_probing = is_outage
             call = Call(number=next(self.numbers), tasks=tasks, since=now)
             worker.calls[call.number] = call
             items = b",".join(task.item for task in tasks)
@@ -355,12 +359,16 @@ class _Core:
             return
         try:
             self._act(worker, orjson.loads(line), at)
-        except (ValueError, TypeError) as error:  # no worker of Parity sends such a line: user code has written it
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+        ) as error:  # no worker sends such a line: user code has written it
             what = f"the worker answered {line[:100]!r}: {error}"
             self._blame(worker, Failure.crash, what, by_itself=True)
 
     def _act(self, worker: Worker, message: Any, at: float) -> None:
-        """Raises ValueError or TypeError for a message that no worker sends."""
+        """Raises ValueError, TypeError or AttributeError for a message that no worker sends."""
         match message:
             case {"ready": int(items), "overlap": bool(overlaps)} if items > 0 and not worker.items:
                 worker.items, worker.overlaps = items, overlaps
@@ -487,7 +495,7 @@ class _Core:
                 if now - worker.since > START_TIMEOUT_S:
                     what = f"no answer within {START_TIMEOUT_S:g} s"
                     self._lose_loading(worker, what, is_final=not self.was_loaded)
-            elif running.call != NOBODY and now - running.since > limit:
+            elif running.call != NOBODY and now - running.since > limit and not worker.is_starved(limit):
                 text = f"no answer within {limit:g} s"
                 self._blame(worker, Failure.timeout, text, by_itself=True)
             elif late := [each for each in worker.calls.values() if now - worker.active_since(each) > limit + GRACE_S]:
@@ -501,11 +509,10 @@ class _Core:
         If nobody knows that call, each call of the worker may be the cause. Nothing is proven either if another program
         may have ended the process, so not `by_itself`.
         """
-        known = [call for call in worker.calls.values() if call.number == worker.running.call or not worker.overlaps][
-            :1
-        ]
-        blamed = known or list(worker.calls.values())
-        self._replace(worker, failure, what, blamed=blamed, proven=by_itself and bool(known))
+        calls, running = list(worker.calls.values()), worker.running.call
+        # One that makes one call at a time makes the first.
+        known = [call for call in calls if call.number == running] if worker.overlaps else calls[:1]
+        self._replace(worker, failure, what, blamed=known or calls, proven=by_itself and bool(known))
 
     def _bury(self, worker: Worker, death: Death) -> None:
         """Replace a worker that has died."""
@@ -527,7 +534,7 @@ class _Core:
     def _give_up_start(self, what: str) -> None:
         """Tell that no worker can be started, and end the tasks that wait; a later task tries it again."""
         self.lost_loading = 0
-        self.done.put(UserCodeError(f"{self._name}: a worker did not start: {what}"))
+        self.done.put(UserCodeError(self._name, f"a worker did not start: {what}"))
         self._give_up(Failure.crash, f"a worker did not start: {what}")
 
     def _replace(

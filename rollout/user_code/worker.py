@@ -5,14 +5,19 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import psutil
 
 from rollout.processes.child_process import ChildProcess
 from rollout.user_code.mark import Mark, Running
 
 MEMORY_BYTES = 16 * 2**30
 """Address space of a process, and memory of a process and its descendants together: room for a reward model."""
+STARVED = 20.0
+"""Times the deadline that code may take on a machine on which others compute too."""
 QUEUED = 2
 """Calls that a process which makes one at a time has: the one that runs, and the next."""
 
@@ -93,6 +98,18 @@ class Worker(ChildProcess):
     def running(self) -> Running:
         """The call whose code runs, or ran when the process ended."""
         return self._mark.read()
+
+    def is_starved(self, limit_s: float) -> bool:
+        """True if the code that runs computes, and has not had `limit_s` seconds of a CPU, nor STARVED times as long to
+        get them: other programs keep the machine busy, and that is no fault of the code."""
+        running = self.running
+        if time.monotonic() - running.since > STARVED * limit_s:
+            return False
+        with suppress(psutil.Error):
+            process = psutil.Process(running.pid)
+            used = process.cpu_times()
+            return process.status() == psutil.STATUS_RUNNING and used.user + used.system - running.cpu < limit_s
+        return False
 
     def active_since(self, call: Call) -> float:
         """Time from which on something must be heard of a call."""

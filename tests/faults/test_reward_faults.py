@@ -463,7 +463,7 @@ def test_an_error_of_the_pool_loses_no_outcome(pool_of):
     pool = pool_of("\ndef reward(response): return 1.0\n")
     pool.submit(0, {"response": "", "answer": "", "prompt": ""})
     until(lambda: not pool._core.done.empty())
-    pool._core.done.put(UserCodeError("a worker did not start"))
+    pool._core.done.put(UserCodeError("reward.function=own", "a worker did not start"))
     with pytest.raises(UserCodeError, match="did not start"):
         pool.poll(1.0)
     assert list(ended(pool)) == [0]

@@ -1,6 +1,9 @@
 """Calls of user code: one loop per process, the right one to blame, tries, outages; real processes and functions."""
 
 import logging
+import os
+import subprocess
+import sys
 import textwrap
 import time
 
@@ -309,3 +312,31 @@ def test_single_failures_are_no_outage(pool_of, tmp_path):
     found = outcomes(pool, ["good", "good", "bad"] * 20 + ["bad"] * 40)
     assert [each.failure for each in found] == [None, None, Failure.error] * 20 + [Failure.error] * 40
     assert time.monotonic() - begin < 30, "a call that is known to succeed has shown whose fault it is"
+
+
+@pytest.mark.parametrize("head", ["", "async "])
+def test_a_busy_machine_makes_no_response_wrong(pool_of, head):
+    """Code that has not had the seconds of its deadline on a CPU is not late; code that waits is."""
+    pool = pool_of(
+        f"""
+        import time
+
+        {head}def reward(response):
+            if response == "wait":
+                time.sleep(600)
+            while response == "compute" and time.process_time() < 0.8 or time.process_time() < 0.1:
+                pass
+            return 1.0
+        """,
+        timeout_s=1.0,
+    )
+    outcomes(pool, ["warm"])
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6 * (os.cpu_count() or 1))]
+    try:
+        compute, wait = outcomes(pool, ["compute", "wait"])
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert compute.failure is None
+    assert (wait.failure, wait.proven) == (Failure.timeout, True)
