@@ -21,9 +21,9 @@ from rollout.data.answers import (
     boxed_or_tail,
     dapo_answer,
     last_number,
+    latex_signs,
     marked_number,
     normalise,
-    plain_signs,
     stated,
     to_number,
 )
@@ -98,8 +98,8 @@ class RewardRule:
             return self.unusable(answer)
 
     def says_more(self, answer: str) -> bool:
-        """True if the reference `answer` is more than the answer, and the rule needs the answer alone."""
-        return self.alone and STATEMENT.search(answer) is not None
+        """True if the reference `answer` is more than the answer, and the rule needs the answer alone; a box is it."""
+        return self.alone and not boxed(answer) and STATEMENT.search(answer) is not None
 
     def unusable(self, answer: str) -> str:
         """The sentence about a reference that no response can equal, without its subject."""
@@ -135,7 +135,7 @@ def same_mathematics(extracted: str, answer: str) -> bool:
     """
     from math_verify import verify
 
-    reference = _expressions(as_boxed(plain_signs(answer)))
+    reference = _expressions(as_boxed(answer))
     if not reference:
         raise ValueError(f"reward.function=math cannot read the reference answer {answer[-80:]!r}")
     found = _expressions(extracted)
@@ -164,7 +164,8 @@ def expression_text(extracted: str) -> str | None:
 
 def as_boxed(answer: str) -> str:
     """The reference in a box, because parts of a bare reference would be taken for the whole."""
-    return answer if "\\boxed" in answer else f"\\boxed{{{bare(answer)}}}"
+    latex = latex_signs(answer)
+    return latex if "\\boxed" in latex else f"\\boxed{{{bare(latex)}}}"
 
 
 def as_marked(answer: str) -> str:

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.data.answers import MAX_EXPRESSION_CHARS, boxed, dapo_answer, last_number, marked_number, normalise, stated
+from rollout.data.answers import (
+    MAX_EXPRESSION_CHARS,
+    boxed,
+    dapo_answer,
+    last_number,
+    latex_signs,
+    marked_number,
+    normalise,
+    stated,
+)
 from rollout.rewards.rules import RULES
 
 
@@ -277,8 +286,39 @@ def test_math_compares_values_not_texts(response, answer, correct):
     assert RULES["math"].judge(response, answer) is correct
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("2½", "2.5"),
+        ("-2 ¾", r"-\frac{11}{4}"),
+        ("2 1/2", r"2\frac{1}{2}"),
+        ("⅓", "1/3"),
+        ("10⁻³", "0.001"),
+        ("x² + 1", "1 + x^2"),
+        ("√2/2", r"\frac{\sqrt2}{2}"),
+        ("3√(x+1)", r"3\sqrt{1+x}"),
+        ("∛5", r"\sqrt[3]{5}"),
+        ("(-∞, 2] \u222a {3}", r"(-\infty, 2] \cup \{3\}"),
+        ("90°", "90"),
+        ("25 °C", r"25^\circ\text{C}"),
+        ("3·4", "12"),
+        ("50%", r"50\%"),
+        ("1\uff05", r"1\%"),
+        ("€5", "5"),
+        (r"5\text{ cm²}", r"5\text{ cm}^2"),
+    ],
+)
+def test_signs_of_unicode_and_latex_are_one_answer_for_math_on_either_side(one, other):
+    rule = RULES["math"]
+    for response, reference in ((one, other), (other, one), (one, one)):
+        assert rule.judge(f"So \\boxed{{{response}}}.", reference), (response, reference)
+    for wrong in ("2", "1", "3/2", "(1, 2)", "3"):
+        assert not rule.judge(f"So \\boxed{{{wrong}}}.", one), wrong
+
+
 @given(text=st.text(max_size=600))
 def test_no_text_breaks_an_extraction_and_none_grows(text):
+    assert latex_signs(latex_signs(text)) == latex_signs(text)
     for extract in (last_number, marked_number, boxed, dapo_answer):
         found = extract(text)
         assert found is None or len(found) <= max(len(text), 1)
