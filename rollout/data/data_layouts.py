@@ -53,7 +53,10 @@ class Columns:
         return f"{how}: prompt from {self.prompt_key}, answer from {self.answer_key}"
 
     def prompt(self, row: dict[str, Any]) -> object:
-        """The prompt of a row; None if the prompt, or a part of it, is missing. A list of texts is a part of lines."""
+        """The prompt of a row, of its parts that are not null; None if there is none, or a part is no text.
+
+        A list of texts is a part of lines.
+        """
         parts = [look_up(row, path) for path in self.prompt_paths]
         if len(parts) == 1:
             return parts[0]
@@ -63,9 +66,13 @@ class Columns:
                 text += "\n" + "\n".join(part)
             elif isinstance(part, str):
                 text += f" {part.strip()}"
-            else:
+            elif part is not None:
                 return None
-        return text.strip()
+        return text.strip() or None
+
+    def lacks_part(self, row: dict[str, Any]) -> bool:
+        """True if a part of the prompt of a row is null."""
+        return any(look_up(row, path) is None for path in self.prompt_paths)
 
     def answer(self, row: dict[str, Any]) -> object:
         """The answer of a row; None if the row has no answer."""

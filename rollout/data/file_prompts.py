@@ -73,6 +73,8 @@ class SourceReport:
     unread: list[str] = field(default_factory=list)
     """Columns that are neither prompt nor answer."""
     num_rows: int = 0
+    num_partial: int = 0
+    """Usable rows in which a part of the prompt is null."""
     num_duplicates: int = 0
     num_told_apart: int = 0
     """Rows that have the prompt of another row, and differ in columns that the user's code sees."""
@@ -101,6 +103,10 @@ class SourceReport:
         if self.unread:
             unread = ", ".join(self.unread)
             lines.append(f"{self.source}: columns that are in no prompt: {unread} (data.prompt_key=a+b joins two)")
+        if self.num_partial:
+            lines.append(
+                f"{self.source}: rows with a part of {self.columns.prompt_key} that is null: {self.num_partial:,}"
+            )
         if self.num_told_apart:
             lines.append(
                 f"{self.source}: {self.num_told_apart:,} rows have the prompt of another row and are kept: they differ "
@@ -215,6 +221,7 @@ def _usable_rows(rows: Iterator[RawRow], config: FileDataConfig, report: SourceR
         except ValueError as error:
             report.refuse(row, str(error))
             continue
+        report.num_partial += columns.lacks_part(row.values)
         yield Row(number=row.number, prompt=prompt, answer=answer, others=columns.others(row.values), place=row.place)
 
 

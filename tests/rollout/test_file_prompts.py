@@ -90,7 +90,7 @@ def test_a_prompt_over_two_columns():
     row = {"Body": "Two apples. ", "Question": "How many?", "Answer": 2.0}
     columns = choose_columns([row], replace(CONFIG, prompt_key="Body+Question", answer_key="Answer"), source="f")
     assert columns.prompt(row) == "Two apples. How many?"
-    assert columns.prompt({"Body": "x", "Question": None}) is None
+    assert columns.prompt({"Body": "x", "Question": 5}) is columns.prompt({"Body": None}) is None
     assert columns.others(row) == {}
     choices = {"Body": "Two apples. ", "Question": ["(A) 2", "(B) 3"], "Answer": "A"}
     assert columns.prompt(choices) == "Two apples.\n(A) 2\n(B) 3"
@@ -98,6 +98,21 @@ def test_a_prompt_over_two_columns():
     # A column that really is named so wins.
     named = choose_columns([{"a+b": "x", "c": "y"}], replace(CONFIG, prompt_key="a+b", answer_key="c"), source="f")
     assert named.prompt({"a+b": "x", "c": "y"}) == "x"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_part_of_a_prompt_may_be_null_and_is_counted(tmp_path, tokenizer, suffix):
+    rows = [
+        {"instruction": "1+1?", "input": None, "output": "2"},
+        {"instruction": "Add.", "input": "2+2", "output": "4"},
+        {"instruction": None, "input": None, "output": "4"},
+    ]
+    source = write_rows(tmp_path / f"alpaca.{suffix}", rows)
+    keys = {"prompt_key": "instruction+input", "answer_key": "output", "on_bad_row": OnBadRow.skip}
+    data = load_dataset(replace(CONFIG, train_path=source, eval_path=source, **keys), tokenizer)
+    assert [prompt.text for prompt in data.train] == ["1+1?", "Add. 2+2"]
+    assert [(bad.number, bad.problem) for bad in data.skipped][:1] == [(3, "instruction+input is missing")]
+    assert f"{source}: rows with a part of instruction+input that is null: 1" in data.notes
 
 
 def test_dapo_keeps_its_own_instruction(tmp_path, tokenizer):
