@@ -13,7 +13,7 @@ import glob
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,6 +226,9 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
     # A private cache, so that no stale data are read and no files are left in the user's home.
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache, _without_bars():
         try:
+            if suffix == ".parquet" and (with_maps := _rows_with_maps(path)) is not None:
+                yield from with_maps
+                return
             table = datasets.load_dataset(
                 READERS[suffix],
                 data_files=glob.escape(str(path)),  # a "[1]" in the name is no pattern
@@ -239,7 +242,26 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
             return
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
             raise ValueError(f"{path} could not be read: {error.__cause__ or error}") from error
-    yield from _table_rows(table)
+    yield from _table_rows(table.iter(batch_size=BATCH_ROWS), table.features)
+
+
+def _rows_with_maps(path: Path) -> Iterator[RawRow] | None:
+    """Rows of a parquet file with columns of maps, which `datasets` does not read, as dicts; None without such."""
+    import datasets
+    from pyarrow import parquet, schema
+
+    file = parquet.ParquetFile(path)
+    plain_fields = [each for each in file.schema_arrow if "map<" not in str(each.type)]
+    if len(plain_fields) == len(file.schema_arrow):
+        return None
+    batches = (
+        {
+            name: column.to_pylist(maps_as_pydicts="lossy")
+            for name, column in zip(batch.schema.names, batch, strict=True)
+        }
+        for batch in file.iter_batches(BATCH_ROWS)
+    )
+    return _table_rows(batches, datasets.Features.from_arrow_schema(schema(plain_fields)))
 
 
 @contextmanager
@@ -273,11 +295,11 @@ def _refuse_compressed(path: Path) -> None:
         raise ValueError(f"{path} must be {kind}, as its name says, and is not. Unpack it if it is compressed.")
 
 
-def _table_rows(table: Any) -> Iterator[RawRow]:
-    """Rows of a `datasets` table, read in batches, because reading row by row is slow."""
+def _table_rows(batches: Iterable[dict[str, list[Any]]], features: Mapping[str, Any]) -> Iterator[RawRow]:
+    """Rows of a `datasets` table, or of one like it, read in batches, because reading row by row is slow."""
     number = 0
-    written = {name: convert for name, kind in table.features.items() if (convert := _as_written(kind)) is not None}
-    for batch in table.iter(batch_size=BATCH_ROWS):
+    written = {name: convert for name, kind in features.items() if (convert := _as_written(kind)) is not None}
+    for batch in batches:
         for name, convert in written.items():
             batch[name] = [convert(value) for value in batch[name]]
         for values in zip(*batch.values(), strict=True):
@@ -352,7 +374,7 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
             ) from error
         except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
             raise ValueError(f"{source} could not be read: {error.__cause__ or error}") from error
-        yield from _table_rows(table)
+        yield from _table_rows(table.iter(batch_size=BATCH_ROWS), table.features)
 
 
 def _csv_files(directory: Path) -> list[Path]:

@@ -290,3 +290,19 @@ def test_one_note_counts_the_texts_with_control_tokens(tmp_path, tokenizer):
     source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     notes = [note for note in load_dataset(config(source), tokenizer).notes if "control tokens" in note]
     assert len(notes) == 2 and all(": 2 (<eos> in line 2, ...)" in note for note in notes)  # training and held-out
+
+
+def test_columns_of_maps_are_dicts(tmp_path, tokenizer):
+    """As Spark and DuckDB write them; `datasets` has no type for a map."""
+    text_map = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    message, reward = [("role", "user"), ("content", "1+1?")], [("ground_truth", "2"), ("style", "rule")]
+    columns = {
+        "prompt": pyarrow.array([[message]], type=pyarrow.list_(text_map)),
+        "reward_model": pyarrow.array([reward], type=text_map),
+        "level": pyarrow.array([0.1], type=pyarrow.float32()),
+    }
+    path = tmp_path / "maps.parquet"
+    parquet.write_table(pyarrow.table(columns), path)
+    [prompt] = load_dataset(config(str(path)), tokenizer).train
+    assert (prompt.text, prompt.answer) == ("[user]1+1?[assistant]", "2")
+    assert prompt.row == {"reward_model": dict(reward), "level": 0.1}
