@@ -6,9 +6,11 @@ from typing import Any
 
 from huggingface_hub import constants, get_session
 
-SNAPSHOT_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-"""Patterns of the files that are fetched of a hub model: safetensors weights, configuration and tokenizer; never
-pickles or code."""
+LICENCE_FILES = ("LICEN[CS]E*", "[Ll]icen[cs]e*", "NOTICE*", "USE_POLICY*")
+"""Patterns of the files that most licences want with every copy of a model."""
+SNAPSHOT_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", *LICENCE_FILES]
+"""Patterns of the files that are fetched of a hub model: safetensors weights, configuration, tokenizer and licence;
+never pickles or code."""
 
 
 def limit_silence() -> None:

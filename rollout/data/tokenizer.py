@@ -7,6 +7,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rollout.data.hub import LICENCE_FILES
+
 TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "added_tokens.json",
     "special_tokens_map.json", "chat_template*", "additional_chat_templates/*",
@@ -57,9 +59,11 @@ def auto_tokenizer_note(directory: Path) -> str:
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the files of the tokenizer in `source` as they are, because transformers would write what it made of them.
 
-    transformers 5 also names classes that earlier releases do not have.
+    The licence comes along. transformers 5 also names classes that earlier releases do not have.
     """
-    for path in {found for pattern in TOKENIZER_FILES for found in source.glob(pattern) if found.is_file()}:
+    for path in {
+        found for pattern in (*TOKENIZER_FILES, *LICENCE_FILES) for found in source.glob(pattern) if found.is_file()
+    }:
         copy = target / path.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)

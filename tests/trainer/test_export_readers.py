@@ -162,12 +162,14 @@ def test_files_that_need_no_change_are_copied_bit_by_bit(tmp_path: Path) -> None
         "config.json": json.dumps(described, indent=3) + "\n\n",
         "generation_config.json": '{"eos_token_id":[1],"temperature":0.6,"top_p":0.95,"of_another_release":{"a":null}}',
     }
-    for name, text in texts.items():
+    licenses = {"LICENSE.md": "Apache", "license": "License 2.0", "USE_POLICY.md": "no harm"}
+    for name, text in (texts | licenses).items():
         (start / name).write_text(text)
     saved, checkpoint, _ = saved_after_a_step(start, tmp_path / "run")
     for dtype, name in ((None, "same"), (torch.bfloat16, "other")):
         write_model(saved, checkpoint, tmp_path / name, dtype=dtype)
-    assert {name: (tmp_path / "same" / name).read_text() for name in texts} == texts
+    exported = {name: (tmp_path / "same" / name).read_text() for name in (texts | licenses)}
+    assert exported == texts | licenses
     types = {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
     assert json.loads((tmp_path / "other" / "config.json").read_text()) == described | types
     assert (tmp_path / "other" / "generation_config.json").read_text() == texts["generation_config.json"]
