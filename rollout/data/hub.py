@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from huggingface_hub import constants, get_session
+from huggingface_hub import constants, get_session, snapshot_download
 
 LICENCE_FILES = ("LICEN[CS]E*", "[Ll]icen[cs]e*", "NOTICE*", "USE_POLICY*")
 """Patterns of the files that most licences want with every copy of a model."""
 SNAPSHOT_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", *LICENCE_FILES]
 """Patterns of the files that are fetched of a hub model: safetensors weights, configuration, tokenizer and licence;
 never pickles or code."""
+SECOND_COPIES = ["consolidated*"]
+"""Patterns of those that are not: the weights of Mistral's models lie there once more, under other names."""
+fetch_model = partial(snapshot_download, allow_patterns=SNAPSHOT_FILES, ignore_patterns=SECOND_COPIES)
 
 
 def limit_silence() -> None:

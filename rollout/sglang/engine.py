@@ -33,7 +33,7 @@ from rollout.engine import (
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.expected import fusion_of, part_of
 from rollout.sglang.external import ExternalServer
-from rollout.sglang.fusing import FusionError, checkpoint_names, plan_fusion
+from rollout.sglang.fusing import FusionError, plan_fusion
 from rollout.sglang.installation import ServerNeeds, check_installation, server_args, server_environment
 from rollout.sglang.loader import LOADER
 from rollout.sglang.quantized import engine_quantization, sent_names
@@ -43,6 +43,7 @@ from rollout.sglang.server import SGLangServer
 from rollout.sglang.weight_update import ADAPTER_NAME, CACHE_TAGS, WEIGHT_TAGS, WeightUpdate
 from rollout.types import Completion, GenerateRequest, PackedWeights
 from rollout.weights.adapter import A_SENT, B_SENT
+from rollout.weights.files import tensor_shapes
 from rollout.weights.packing import DTYPES, check_weights
 
 INFO_TIMEOUT_S = 30.0
@@ -323,7 +324,7 @@ class SGLangEngine(Engine):
                 # which collects garbage on a CPU, walks through a million objects.
                 client.call("/freeze_gc", body={}, timeout_s=INFO_TIMEOUT_S)
             of_weights = part_of(self._weights.layout, adapter=False)
-            fusion_of(of_weights, sent=sent_names(checkpoint_names(model_path), self._quantization))
+            fusion_of(of_weights, sent=sent_names(tensor_shapes(model_path), self._quantization))
             if self._needs.adapter is not None:
                 sent = [f"{layer}{end}" for layer in self._needs.adapter.layers for end in (A_SENT, B_SENT)]
                 plan_fusion(part_of(self._weights.layout, adapter=True).parameters, sent=sent)

@@ -10,11 +10,9 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from rollout.sglang.stacked import STACKED
 from rollout.weights.adapter import A_SENT, B_SENT, last_part
@@ -226,15 +224,3 @@ def _looks_plain(name: str, parts: Sequence[str]) -> bool:
         *VOCABULARY_PARAMETERS,
     )
     return len(parts) > 1 or f".{name}".endswith(plain)
-
-
-def checkpoint_names(model_path: Path) -> set[str]:
-    """Names of all tensors in the safetensors files of a model directory, without reading the tensors."""
-    files = sorted(model_path.glob("*.safetensors"))
-    if not files:
-        raise OSError("the directory has no *.safetensors file")
-    names: set[str] = set()
-    for file in files:
-        with safe_open(file, framework="numpy") as checkpoint:
-            names.update(checkpoint.keys())
-    return names

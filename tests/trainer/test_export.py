@@ -31,9 +31,9 @@ from transformers import (
 
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.data.dataset import StreamState
+from rollout.weights.files import INDEX_FILE
 from trainer.config.outputs import CheckpointConfig, EvalConfig
 from trainer.config.train import TrainConfig
-from trainer.limits.model_shape import INDEX_FILE
 from trainer.policy.model import full_tensors, load_causal_lm
 from trainer.policy.shards import load_shards
 from trainer.run.evaluation import evaluate_model

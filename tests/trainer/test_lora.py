@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from algorithms.config import ConfigError
 from rollout.config import DType, TorchEngineConfig
 from rollout.data.dataset import StreamState
-from rollout.sglang.fusing import checkpoint_names
 from rollout.types import Sample
 from rollout.weights.adapter import is_adapter
+from rollout.weights.files import tensor_shapes as stored_shapes
 from rollout.weights.packing import DTYPES
 from trainer.config.train import TrainConfig
 from trainer.config.training import LoraConfig, SmolLM2ModelConfig
@@ -271,7 +271,7 @@ def test_several_ranks_publish_the_adapter_and_the_frozen_weights_that_one_does(
         assert found.tensors == expected.tensors  # names, places and digests
         assert {each.name.rpartition(".lora_")[2] for each in found.tensors} == {"A.weight", "B.weight"}
         assert found.base.tensors == expected.base.tensors
-        assert {each.name for each in found.base.tensors} == checkpoint_names(path)
+        assert {each.name for each in found.base.tensors} == stored_shapes(path).keys()
 
 
 def saved_run(path: Path, run_dir: Path) -> tuple[TrainConfig, Checkpoint, dict[str, Tensor]]:

@@ -36,7 +36,7 @@ def test_a_model_that_is_nowhere_is_named_with_its_key(config: TrainConfig, monk
     def no_hub(*args: object, **kwargs: object) -> str:
         raise LocalEntryNotFoundError("no connection\nand more")
 
-    monkeypatch.setattr(task, "snapshot_download", no_hub)
+    monkeypatch.setattr(task, "fetch_model", no_hub)
     config = replace(config, model=HFModelConfig(path="modle"))
     with pytest.raises(
         StartError, match=r"model\.path must be a directory or .*, got 'modle'\. .* no connection"

@@ -14,15 +14,19 @@ import pytest
 import torch
 from cli_process import HEAVY, REFUSED_S, parity
 from data_cases import byte_tokenizer
+from huggingface_hub.utils import filter_repo_objects
 from policy_cases import save_policy
 from resume_cases import save
 from safetensors.torch import load_file, save_file
 
+from rollout.data.hub import SECOND_COPIES, SNAPSHOT_FILES
+from rollout.weights.files import tensor_shapes
 from trainer.cli.commands import run
 from trainer.cli.job import load_tasks
 from trainer.compose.compose import resolve
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
+from trainer.limits.adapter_shape import stored_linear_shapes
 from trainer.limits.machine import Machine
 from trainer.limits.memory_plan import memory_plan
 from trainer.run import task_check
@@ -327,6 +331,24 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
         assert run(["train", "mine.yaml", f"model.path={directory}", *more]) == 2
         assert re.search(words, capsys.readouterr().err)
         assert sorted(own.iterdir()) == before
+
+
+@pytest.mark.parametrize("indexed", [False, True], ids=["one file", "index"])
+def test_a_second_copy_of_the_weights_under_other_names_is_not_read(own: Path, tmp_path: Path, indexed: bool) -> None:
+    """As Mistral's repositories have it; SGLang and transformers leave it out too."""
+    shutil.copytree(own / "tiny", path := tmp_path / "mistral")
+    before = tensor_shapes(path)
+    if indexed:
+        (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
+        index = {"weight_map": dict.fromkeys(before, "model-00001-of-00001.safetensors")}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"layers.0.attention.wq.weight": torch.zeros(8, 8)}, path / "consolidated.safetensors")
+    assert tensor_shapes(path) == before
+    assert "layers.0.attention.wq" not in stored_linear_shapes(path)
+    fetched = filter_repo_objects(
+        [each.name for each in path.iterdir()], allow_patterns=SNAPSHOT_FILES, ignore_patterns=SECOND_COPIES
+    )
+    assert set(fetched) == {each.name for each in path.iterdir()} - {"consolidated.safetensors"}
 
 
 def test_exact_arithmetic_is_refused_for_an_activation_that_it_lacks(

@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import ray
-from huggingface_hub import snapshot_download
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from rollout.data.hub import SNAPSHOT_FILES, limit_silence
+from rollout.data.hub import fetch_model, limit_silence
 from rollout.group.actor_calls import call_on, is_here
 
 
@@ -60,7 +59,7 @@ def place_here(path: Path) -> Path:
         raise FileNotFoundError(f"there is no {path}")
     limit_silence()
     repository, commit = name
-    fetch = partial(snapshot_download, repository, revision=commit, allow_patterns=SNAPSHOT_FILES)
+    fetch = partial(fetch_model, repository, revision=commit)
     try:
         return Path(fetch())
     except OSError:  # the hub cannot be reached, or must not be: what lies in the cache of this machine is taken

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rollout.types import AdapterSpec
+from rollout.weights.files import tensor_shapes
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, LoraConfig, SmolLM2ModelConfig
 from trainer.limits.model_shape import (
@@ -19,7 +20,6 @@ from trainer.limits.model_shape import (
     UnknownShapeError,
     arithmetic_shape,
     layer_of,
-    tensor_shapes,
 )
 
 ALL, ATTENTION = "all", "attention"

@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from rollout.data.arithmetic import TOKENS
+from rollout.weights.files import tensor_shapes
 from trainer.config.training import ArithmeticModelConfig
 
 ARITHMETIC_HEAD_SIZE = 32
 ARITHMETIC_MLP_FACTOR = 4
 LAYER_NAME = re.compile(r"\.layers\.(\d+)\.|\.h\.(\d+)\.")
 HEAD_NAME = "lm_head.weight"
-INDEX_FILE = "model.safetensors.index.json"
 EXPERT_NAME = ".experts."
 """Part of the parameter names in a mixture of experts, of which a token uses only some."""
 
@@ -115,7 +113,7 @@ def directory_shape(directory: Path) -> ModelShape:
     try:
         described = json.loads(described_at.read_text(encoding="utf-8"))
         # Models with vision or audio keep the language model's sizes in a nested config.
-        text = described.get("text_config", described)
+        text = described.get("text_config") or described
         return _shape(text, directory)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"config.json has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
@@ -153,21 +151,3 @@ def layer_of(name: str) -> int | None:
     """Number of the decoder layer to which the tensor belongs; None outside of the layers."""
     match = LAYER_NAME.search(f".{name}")
     return None if match is None else int(match.group(1) or match.group(2))
-
-
-def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, from the headers of the safetensors files.
-
-    Raises FileNotFoundError if there is none, and ValueError for a damaged one.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors file in {directory}")
-    for path in files:
-        try:
-            with safe_open(path, framework="numpy") as file:  # reads the header, not the tensors
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path.name} is damaged, or not a safetensors file: {error}") from error
-    return shapes

@@ -34,9 +34,9 @@ from rollout.config import DType
 from rollout.torch.model_limits import altered_logits
 from rollout.torch.onednn_linear import use_fast_products
 from rollout.weights.adapter import is_adapter, name_without_adapter, sent_name
+from rollout.weights.files import INDEX_FILE, WEIGHT_FILE
+from rollout.weights.files import tensor_shapes as stored_shapes
 from rollout.weights.packing import ALIGNMENT, DTYPES, TensorShape, listed
-from trainer.limits.model_shape import INDEX_FILE
-from trainer.limits.model_shape import tensor_shapes as stored_shapes
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
 from trainer.policy.lora import Part, Update, fill_adapter, updates
 from trainer.rundir.sealed import inside
@@ -45,7 +45,6 @@ from trainer.scoring.forward import ScoringModel
 
 logger = logging.getLogger(__name__)
 
-WEIGHT_FILE = "model.safetensors"
 BUCKET_BYTES = 128 << 20
 """Largest number of bytes that are gathered at a time; a larger tensor comes alone."""
 

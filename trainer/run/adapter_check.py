@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from algorithms.config import Problem
 from rollout.weights.adapter import A_SENT, B_SENT
-from trainer.limits.model_shape import tensor_shapes
+from rollout.weights.files import tensor_shapes
 from trainer.rundir.weights_source import ADAPTER_CONFIG
 
 PLAIN: dict[str, tuple[object, ...]] = {

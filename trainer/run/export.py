@@ -24,13 +24,13 @@ from algorithms.config import Problem
 from rollout.data.tokenizer import copy_tokenizer, load_tokenizer
 from rollout.data.turn_ends import stop_token_ids
 from rollout.weights.adapter import A_ENDING, A_SENT, B_ENDING, B_SENT, is_adapter, peft_config, sent_name
+from rollout.weights.files import INDEX_FILE, WEIGHT_FILE
 from rollout.weights.packing import DTYPES
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
 from trainer.limits.adapter_shape import stored_linear_shapes
-from trainer.limits.model_shape import INDEX_FILE
 from trainer.policy.lora import adapter_spec, added, freeze_beside_adapter
-from trainer.policy.model import WEIGHT_FILE, empty_causal_lm, names_in_files, weight_files
+from trainer.policy.model import empty_causal_lm, names_in_files, weight_files
 from trainer.policy.shards import load_shards
 from trainer.run.adapter_check import FILE_PREFIX, MODEL_MARK, read_adapter
 from trainer.run.model_description import copy_description

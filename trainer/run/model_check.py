@@ -12,7 +12,8 @@ from typing import Any
 
 from algorithms.config import Problem
 from rollout.similar_file import similar_directory
-from trainer.limits.model_shape import EXPERT_NAME, INDEX_FILE, layer_of, tensor_shapes
+from rollout.weights.files import INDEX_FILE, tensor_shapes
+from trainer.limits.model_shape import EXPERT_NAME, layer_of
 from trainer.rundir.weights_source import ADAPTER_CONFIG
 
 HUB_TIMEOUT_S = 3.0

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -14,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from algorithms.config import Problem
 from rollout.data.data_files import DataError
 from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_dataset
-from rollout.data.hub import SNAPSHOT_FILES, limit_silence
+from rollout.data.hub import fetch_model, limit_silence
 from rollout.data.tokenizer import load_tokenizer
 from rollout.data.turn_ends import past_end_note, stop_token_ids
 from rollout.rewards import Scorer
@@ -97,7 +96,7 @@ def _directory(key: str, path: str, revision: str | None) -> Path:
     try:
         if not directory.is_dir():
             limit_silence()
-            directory = Path(snapshot_download(path, revision=revision, allow_patterns=SNAPSHOT_FILES))
+            directory = Path(fetch_model(path, revision=revision))
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = "must be a directory or a repository of the hub that can be read"

@@ -1,0 +1,33 @@
+"""The safetensors files of a model or an adapter: names and shapes of the tensors. Does not import torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+WEIGHT_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape, from the headers of the safetensors files.
+
+    Beside the files that transformers reads there may be the same weights under other names, such as Mistral's
+    consolidated.safetensors. Raises FileNotFoundError if there is none, and ValueError for a damaged one.
+    """
+    index = directory / INDEX_FILE
+    named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else [WEIGHT_FILE]
+    there = sorted(directory.glob("*.safetensors"))
+    files = [path for path in there if path.name in set(named)] or there
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors file in {directory}")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as file:  # reads the header, not the tensors
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path.name} is damaged, or not a safetensors file: {error}") from error
+    return shapes
