@@ -210,15 +210,6 @@ def test_files_to_evaluate_are_compared_before_an_engine_is_started(
     assert "checkpoint must hold the weights of the model that its config.json describes" in problem
 
 
-def test_a_config_that_is_no_json_is_named_with_its_place(
-    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(own / "tiny", tmp_path / "edited")
-    (tmp_path / "edited" / "config.json").write_text('{"model_type": "qwen2",}')
-    assert run(["train", "mine.yaml", f"model.path={tmp_path / 'edited'}", "--dry-run"]) == 2
-    assert "whose config.json can be read (Expecting property name" in capsys.readouterr().err
-
-
 def test_a_tokenizer_that_is_no_json_is_named_with_its_file(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +225,8 @@ def test_a_tokenizer_that_is_no_json_is_named_with_its_file(
     ("name", "text", "fault"),
     [
         ("generation_config.json", '{"eos_token_id": 256', "generation_config.json: Expecting ',' delimiter"),
+        ("config.json", '{"model_type": "qwen2",}', "config.json: Expecting property name"),
+        ("config.json", "\xef\xbb\xbf{}", "config.json: Unexpected UTF-8 BOM"),
         ("generation_config.json", "null", "generation_config.json: it must hold a JSON object, got null"),
         ("generation_config.json", '{"eos_token_id": [1, "2"]}', "eos_token_id must be a token id or a list of them"),
         (
@@ -374,6 +367,23 @@ def test_prompts_with_tokens_that_the_model_has_not_are_refused(own: Path, capsy
         save_file(weights, Path(directory) / "model.safetensors")
         assert run(["train", "mine.yaml", f"model.path={directory}"]) == 2
     assert re.search(r"prompts have the token id \d+, and vocab_size is 50", capsys.readouterr().err)
+
+
+def test_ends_of_responses_that_the_model_has_not_are_named(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with TemporaryDirectory(dir=own) as directory:
+        shutil.copytree(own / "tiny", directory, dirs_exist_ok=True)
+        (Path(directory) / "generation_config.json").write_text('{"eos_token_id": [300, 7]}')
+        edit_config(Path(directory), text_config=None)
+        words = ["train", "mine.yaml", f"model.path={directory}", "reward.function=exact_match", "--dry-run"]
+        assert run(words) == 0
+        assert "no response ends with the token id 300: vocab_size is 300" in capsys.readouterr().out
+        for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+            path = Path(directory) / name
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 301, "eos_token": None}))
+        assert run(words) == 2
+        assert re.search(
+            r"every response would end with the token id 30\d, and vocab_size is 300", capsys.readouterr().err
+        )
 
 
 def test_a_rollout_function_that_cannot_be_loaded_is_refused(own: Path) -> None:

@@ -35,7 +35,7 @@ def find_model(key: str, path: str, revision: str | None) -> Path | Problem | No
     """The directory of a model, also in the hub's cache; None if the hub has it; or the Problem with `path`."""
     directory = Path(path)
     if directory.is_dir():
-        return _incomplete(key, directory) or _broken(key, directory) or _unsupported(key, directory) or directory
+        return _broken(key, directory) or _incomplete(key, directory) or _unsupported(key, directory) or directory
     rule = "must be a directory or a repository of the hub that can be read"
     if directory.exists():
         return Problem(
@@ -72,7 +72,7 @@ def _incomplete(key: str, directory: Path) -> Problem | None:
         missing.append("tokenizer.json")
     if not missing and "model_type" in described(directory):
         return None
-    lacks = f"with {', '.join(missing)}" if missing else _wrong_description(directory)
+    lacks = f"with {', '.join(missing)}" if missing else "whose config.json names its model_type"
     remedy = f"model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR) write one; then {key}=DIR."
     if (directory / ADAPTER_CONFIG).is_file():
         remedy = (
@@ -81,15 +81,6 @@ def _incomplete(key: str, directory: Path) -> Problem | None:
         )
     rule = f"must be the directory of a Hugging Face model, {lacks}"
     return Problem(key=key, rule=rule, value=str(directory), remedy=remedy)
-
-
-def _wrong_description(directory: Path) -> str:
-    """What config.json, which names no model_type, should be."""
-    try:
-        json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return f"whose config.json can be read ({error})"
-    return "whose config.json names its model_type"
 
 
 def broken_file(directory: Path) -> str:
@@ -174,7 +165,7 @@ def _unsupported(key: str, directory: Path) -> Problem | None:
         return problem(
             "must be a dense model: mixtures of experts are not supported", model.get("model_type"), "Use a dense one."
         )
-    text = model.get("text_config", model)
+    text = model.get("text_config") or model
     expected = text.get("num_hidden_layers", text.get("n_layer"))
     in_files = 1 + max((layer for name in shapes if (layer := layer_of(name)) is not None), default=-1)
     if in_files and isinstance(expected, int) and in_files != expected:

@@ -24,7 +24,13 @@ from trainer.policy.model import check_files
 from trainer.run.base_model import build_base_model
 from trainer.run.model_check import find_model
 from trainer.run.smollm2 import build_smollm2
-from trainer.run.task_check import context_problems, data_judgement, trial_problems, vocabulary_problems
+from trainer.run.task_check import (
+    context_problems,
+    data_judgement,
+    trial_problems,
+    vocabulary_problems,
+    vocabulary_size,
+)
 from trainer.rundir.cache import Progress
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.model_mark import model_mark
@@ -146,12 +152,14 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     past_end = dataset.turn_end if dataset.turn_end not in stop_ids else None
     if past_end is not None:
         dataset.notes.append(past_end_note(past_end, tokenizer))
+    if (size := vocabulary_size(model_path)) and (beyond := [str(each) for each in stop_ids if each >= size]):
+        dataset.notes.append(f"no response ends with the token id {', '.join(beyond)}: vocab_size is {size}")
     if trains and config.batch.prompts_per_step > len(dataset.train):
         step, there = config.batch.prompts_per_step, len(dataset.train)
         dataset.notes.append(f"batch.prompts_per_step={step} takes prompts twice in a step: there are {there}")
     problems = [
         *context_problems(config, model_path, longest_prompt=dataset.longest_prompt),
-        *vocabulary_problems(model_path, largest_token=dataset.largest_token),
+        *vocabulary_problems(model_path, largest_token=dataset.largest_token, stop_ids=stop_ids),
     ]
     if trains and not problems:
         problems += trial_problems(config, dataset.train[0], model_path, stop_ids, dataset.notes)

@@ -229,7 +229,7 @@ def context_problems(config: TrainConfig, directory: Path, *, longest_prompt: in
     that run already, and with scaled positions.
     """
     model = described(directory)
-    text = model.get("text_config", model)
+    text = model.get("text_config") or model
     context = text.get("max_position_embeddings")
     if isinstance(config.rollout, SGLangConfig):
         context = config.rollout.engine_args.get("context_length", context)
@@ -258,15 +258,24 @@ def context_problems(config: TrainConfig, directory: Path, *, longest_prompt: in
         yield Problem(key=key, rule=rule, value=most, remedy=remedy)
 
 
-def vocabulary_problems(directory: Path, *, largest_token: int) -> Iterator[Problem]:
-    """Yield the problem of prompts with a token that the model does not have: the tokenizer is of another model."""
+def vocabulary_size(directory: Path) -> int | None:
+    """Number of tokens that the model in `directory` can read and write; None if its config.json does not say it."""
     model = described(directory)
-    vocab_size = model.get("text_config", model).get("vocab_size")
-    if isinstance(vocab_size, int) and largest_token >= vocab_size:
-        rule = f"must hold the tokenizer of its model: prompts have the token id {largest_token}, and vocab_size is"
-        rule += f" {vocab_size}"
-        remedy = "Save the tokenizer that belongs to the model into the directory."
-        yield Problem(key="model.path", rule=rule, value=str(directory), remedy=remedy)
+    size = (model.get("text_config") or model).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def vocabulary_problems(directory: Path, *, largest_token: int, stop_ids: Sequence[int]) -> Iterator[Problem]:
+    """Yield the problem of prompts, or of ends of responses, with tokens that the model does not have.
+
+    The tokenizer is then of another model. One of the `stop_ids` is enough to end responses.
+    """
+    size = vocabulary_size(directory)
+    for what, token in (("prompts have", largest_token), ("every response would end with", min(stop_ids))):
+        if size is not None and token >= size:
+            rule = f"must hold the tokenizer of its model: {what} the token id {token}, and vocab_size is {size}"
+            remedy = "Save the tokenizer that belongs to the model into the directory."
+            yield Problem(key="model.path", rule=rule, value=str(directory), remedy=remedy)
 
 
 def _episode_problems(config: TrainConfig) -> Iterator[Problem]:
