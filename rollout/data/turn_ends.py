@@ -69,6 +69,12 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str | int]) -> 
         raise DataError(*problems)
 
 
+def control_ends(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> set[int]:
+    """Those of `stop_ids` that are control tokens, and so no text of a response, also if not marked special."""
+    control = control_tokens(tokenizer)
+    return {each for each in stop_ids if tokenizer.convert_ids_to_tokens(each) in control}
+
+
 def turn_end(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token of its own that `template` writes after an answer, be it the next turn's first.
 

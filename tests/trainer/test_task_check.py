@@ -20,6 +20,8 @@ from resume_cases import save
 from safetensors.torch import load_file, save_file
 
 from rollout.data.hub import SECOND_COPIES, SNAPSHOT_FILES
+from rollout.data.tokenizer import load_tokenizer
+from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from rollout.weights.files import tensor_shapes
 from trainer.cli.commands import run
 from trainer.cli.job import load_tasks
@@ -30,6 +32,7 @@ from trainer.limits.adapter_shape import stored_linear_shapes
 from trainer.limits.machine import Machine
 from trainer.limits.memory_plan import memory_plan
 from trainer.run import task_check
+from trainer.run.task import load_task
 from trainer.run.task_check import task_problems
 
 RECIPE = """
@@ -384,6 +387,32 @@ def test_ends_of_responses_that_the_model_has_not_are_named(own: Path, capsys: p
         assert re.search(
             r"every response would end with the token id 30\d, and vocab_size is 300", capsys.readouterr().err
         )
+
+
+def test_the_end_of_a_turn_is_no_text_though_the_tokenizer_does_not_mark_it(own: Path, tmp_path: Path) -> None:
+    shutil.copytree(own / "tiny", path := tmp_path / "model")
+    tokenizer = load_tokenizer(path)
+    tokenizer.add_tokens(["<|im_end|>", "</answer>"])
+    tokenizer.save_pretrained(path)
+    stops = "sampling.stop=['<|im_end|>','</answer>']"
+    config = config_of(own, f"model.path={path}", stops, "reward.function=exact_match")
+    scorer = load_task(config, progress=lambda done, total, detail: None).scorer
+    samples = []
+    for index, text in enumerate(("5<|im_end|>", "5</answer>", "<|im_end|>5")):
+        ids = [1, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+        samples.append(
+            Sample(
+                prompt_id=0, sample_index=index, token_ids=ids, response_mask=[False] + [True] * (len(ids) - 1),
+                rollout_logprobs=[0.0] * len(ids), token_versions=[0] * len(ids), finish_reason=FinishReason.stop,
+            )
+        )  # fmt: skip
+    try:
+        scorer.score([SampleGroup(prompt=Prompt(prompt_id=0, token_ids=[1], text="", answer="5"), samples=samples)])
+    finally:
+        scorer.close()
+    assert [(each.text, each.correct) for each in samples] == [
+        ("5", True), ("5</answer>", False), ("<|im_end|>5", False),
+    ]  # fmt: skip
 
 
 def test_a_rollout_function_that_cannot_be_loaded_is_refused(own: Path) -> None:

@@ -15,7 +15,7 @@ from rollout.data.data_files import DataError
 from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_dataset
 from rollout.data.hub import fetch_model, limit_silence
 from rollout.data.tokenizer import load_tokenizer
-from rollout.data.turn_ends import past_end_note, stop_token_ids
+from rollout.data.turn_ends import control_ends, past_end_note, stop_token_ids
 from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
 from trainer.config.train import TrainConfig
@@ -166,8 +166,11 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     if problems:
         raise StartError(*problems)
 
+    ends = control_ends(tokenizer, stop_ids)
+
     def decode(token_ids: list[int], *, raw: bool = False) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=not raw))
+        ended = not raw and bool(token_ids) and token_ids[-1] in ends
+        return str(tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=not raw))
 
     # A model that Parity makes differs in its last bits from machine to machine. Only an adapter needs the very same.
     has_mark = isinstance(config.model, HFModelConfig) or config.policy.lora.rank > 0
