@@ -53,9 +53,9 @@ class Columns:
         return f"{how}: prompt from {self.prompt_key}, answer from {self.answer_key}"
 
     def prompt(self, row: dict[str, Any]) -> object:
-        """The prompt of a row, of its parts that are not null; None if there is none, or a part is no text.
+        """The prompt of a row, of its parts that are not null; None if there is none.
 
-        A list of texts is a part of lines.
+        A list of texts is a part of lines. If a part is no text, the tuple of the parts, which is no prompt.
         """
         parts = [look_up(row, path) for path in self.prompt_paths]
         if len(parts) == 1:
@@ -63,11 +63,11 @@ class Columns:
         text = ""
         for part in map(_choices, parts):
             if _is_texts(part):
-                text += "\n" + "\n".join(part)
-            elif isinstance(part, str):
-                text += f" {part.strip()}"
+                text += "\n" + "\n".join(map(str, part))
+            elif _is_texts([part]):
+                text += f" {str(part).strip()}"
             elif part is not None:
-                return None
+                return tuple(parts)
         return text.strip() or None
 
     def lacks_part(self, row: dict[str, Any]) -> bool:
@@ -104,18 +104,22 @@ class Columns:
         return [key for key in dict.fromkeys(key for row in rows for key in row) if key not in used]
 
 
-def _is_texts(value: object) -> TypeGuard[list[str]]:
-    return isinstance(value, list) and bool(value) and all(isinstance(member, str) for member in value)
+def _is_texts(value: object) -> TypeGuard[list[str | int | float]]:
+    """True for a list of texts, or of numbers, which have one; NaN has none."""
+    return isinstance(value, list) and value != [] and all(type(m) in (str, int, float) and m == m for m in value)
 
 
 def _choices(value: object) -> object:
-    """The lines of {"label": [...], "text": [...]}, as ARC and its like save choices; another value as it is."""
-    if not (isinstance(value, dict) and _is_texts(value.get("text"))):
+    """The lines of choices in the form {"label": [...], "text": [...]} or {"A": ..., "B": ...}; else `value`."""
+    if not isinstance(value, dict):
         return value
-    labels = value.get("label")
-    if not _is_texts(labels) or len(labels) != len(value["text"]):
-        return value["text"]
-    return [f"{label}. {text}" for label, text in zip(labels, value["text"], strict=True)]
+    labelled = {label: text for label, text in value.items() if text is not None}
+    if _is_texts(texts := value.get("text")):
+        labels = value.get("label")
+        if not _is_texts(labels) or len(labels) != len(texts):
+            return texts
+        labelled = dict(zip(labels, texts, strict=True))
+    return [f"{label}. {text}" for label, text in labelled.items()] if _is_texts([*labelled.values()]) else value
 
 
 def look_up(row: dict[str, Any], path: Sequence[str]) -> object:

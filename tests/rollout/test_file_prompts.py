@@ -90,11 +90,15 @@ def test_a_prompt_over_two_columns():
     row = {"Body": "Two apples. ", "Question": "How many?", "Answer": 2.0}
     columns = choose_columns([row], replace(CONFIG, prompt_key="Body+Question", answer_key="Answer"), source="f")
     assert columns.prompt(row) == "Two apples. How many?"
-    assert columns.prompt({"Body": "x", "Question": 5}) is columns.prompt({"Body": None}) is None
+    assert columns.prompt({"Body": None}) is None
+    assert columns.prompt({"Body": "x", "Question": 5}) == "x 5"
+    for no_text in (True, float("nan"), [], [{"role": "user", "content": "x"}], {"a": True}):
+        assert columns.prompt({"Body": "x", "Question": no_text}) == ("x", no_text), "no prompt, and named as such"
     assert columns.others(row) == {}
     choices = {"Body": "Two apples. ", "Question": ["(A) 2", "(B) 3"], "Answer": "A"}
     assert columns.prompt(choices) == "Two apples.\n(A) 2\n(B) 3"
-    assert columns.prompt({**choices, "Question": [1, 2]}) is None
+    assert columns.prompt({**choices, "Question": [1, 2.5]}) == "Two apples.\n1\n2.5"
+    assert columns.prompt({**choices, "Question": {"A": "2", "B": 3, "C": None}}) == "Two apples.\nA. 2\nB. 3"
     # A column that really is named so wins.
     named = choose_columns([{"a+b": "x", "c": "y"}], replace(CONFIG, prompt_key="a+b", answer_key="c"), source="f")
     assert named.prompt({"a+b": "x", "c": "y"}) == "x"
