@@ -108,7 +108,8 @@ def read_rows(source: str) -> Iterator[RawRow]:
     if suffix not in READERS:
         way_out = ". Unpack it" if suffix in PACKED else ""
         raise ValueError(f"{source}: the suffix must be one of {', '.join(READERS)}, got {suffix!r}{way_out}")
-    return _shallow(_line_rows(path) if suffix == ".jsonl" else _file_rows(path, suffix))
+    of_json = {".jsonl": _line_rows, ".json": _array_rows}.get(suffix)
+    return _shallow(of_json(path) if of_json is not None else _file_rows(path, suffix))
 
 
 def _rows_of_all(files: Sequence[str]) -> Iterator[RawRow]:
@@ -210,14 +211,33 @@ def _line_row(number: int, line: bytes) -> RawRow:
         return RawRow(number, text, f"is not JSON: {reason}, at character {error.pos + 1}")
     except (ValueError, RecursionError) as error:
         return RawRow(number, text, f"is not JSON that can be read: {error}")
-    if not isinstance(values, dict):
-        hint = ". A file that is one JSON array ends in .json" if isinstance(values, list) else ""
-        return RawRow(number, text, f"must be a JSON object, got {text['text']:.80}{hint}")
-    return RawRow(number, values)
+    hint = ". A file that is one JSON array ends in .json" if isinstance(values, list) else ""
+    return _object_row(number, values, hint)
+
+
+def _object_row(number: int, values: object, hint: str = "") -> RawRow:
+    if isinstance(values, dict):
+        return RawRow(number, values)
+    text = json.dumps(values, ensure_ascii=False)[:SHOWN_CHARS]
+    return RawRow(number, {"text": text}, f"must be a JSON object, got {text:.80}{hint}")
+
+
+def _array_rows(path: Path) -> Iterator[RawRow]:
+    """Rows of a .json file: an array of them, one, or lines as in .jsonl. `datasets` would make dates of texts."""
+    _refuse_compressed(path)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        if getattr(error, "msg", "") != "Extra data":  # behind the first of several lines
+            raise ValueError(f"{path} could not be read: {error}") from error
+        yield from _line_rows(path)
+    else:
+        rows = values if isinstance(values, list) else [values]
+        yield from (_object_row(number, each) for number, each in enumerate(rows, start=1))
 
 
 def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
-    """Rows of a csv, json or parquet file."""
+    """Rows of a csv or parquet file."""
     _refuse_compressed(path)
     # Imported here because the import takes seconds and the built-in task does not need it.
     import datasets
@@ -237,9 +257,6 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
                 keep_in_memory=True,
                 **options,
             )
-        except StopIteration:
-            # The JSON reader raises this error for a file without a row.
-            return
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
             raise ValueError(f"{path} could not be read: {error.__cause__ or error}") from error
     yield from _table_rows(table.iter(batch_size=BATCH_ROWS), table.features)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from datetime import date
 from decimal import Decimal
 
 import datasets
@@ -154,9 +155,31 @@ def test_a_prompt_with_the_place_of_a_picture_is_a_bad_row(tmp_path, tokenizer, 
 
 
 def test_a_column_of_dates_names_the_way_out(tmp_path, tokenizer):
-    source = write_rows(tmp_path / "rows.json", [{"question": "When?", "answer": "2020-01-05"}])
+    source = write_rows(tmp_path / "rows.parquet", [{"question": "When?", "answer": date(2020, 1, 5)}])
     with pytest.raises(DataError, match=r"got datetime.*Save the column as text"):
         load_dataset(config(source), tokenizer)
+
+
+@pytest.mark.parametrize("lines", [False, True], ids=["array", "lines"])
+def test_values_of_a_json_file_stay_as_they_were_written(tmp_path, tokenizer, lines):
+    rows = [
+        {"question": "When?", "answer": "2020-01-05", "at": "2020-01-05T10:00:00"},
+        {"question": [{"role": "user", "content": "How many?"}], "answer": 2**70, "of": {"a": 1}},
+    ]
+    text = "\n".join(map(json.dumps, rows)) if lines else json.dumps([*rows, 5], indent=1)
+    (tmp_path / "rows.json").write_text(f"\ufeff{text}", encoding="utf-8")
+    data = load_dataset(config(tmp_path / "rows.json", on_bad_row=OnBadRow.skip), tokenizer)
+    assert [(each.answer, each.row) for each in data.train] == [
+        ("2020-01-05", {"at": "2020-01-05T10:00:00"}), (str(2**70), {"of": {"a": 1}}),
+    ]  # fmt: skip
+    assert [each.problem for each in data.skipped[:1]] == ["must be a JSON object, got 5"] * (not lines)
+
+
+@pytest.mark.parametrize("text", ["", "[1", '[{"question": "a"},]', "[" * 100_000, '[{"question": "\\x"}]'])
+def test_a_broken_json_file_is_named(tmp_path, text):
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(ValueError, match=r"rows\.json could not be read"):
+        list(read_rows(str(tmp_path / "rows.json")))
 
 
 def test_answers_are_the_same_if_the_rule_takes_them_for_the_same(tmp_path, tokenizer):
