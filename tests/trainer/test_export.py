@@ -58,6 +58,9 @@ def export_model(config: TrainConfig, run_dir: Path, directory: Path, *, best: b
     return checkpoint
 
 
+OF_RELEASE_4 = (b"TokenizersBackend", b"PreTrainedTokenizerFast")
+
+
 @pytest.mark.parametrize("estimator", [Estimator.grpo, Estimator.gae], ids=["alone", "beside a critic"])
 def test_the_exported_model_is_the_trained_one(
     tmp_path: Path, estimator: Estimator, capfd: pytest.CaptureFixture[str]
@@ -87,7 +90,8 @@ def test_the_exported_model_is_the_trained_one(
     assert all(torch.equal(exported[name], trained[name]) for name in exported)
     assert not any(torch.equal(exported[name], untrained[name]) for name in exported if "proj.weight" in name)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (start / name).read_bytes(), "transformers would rebuild it"
+        as_it_is = (start / name).read_bytes().replace(*OF_RELEASE_4)
+        assert (tmp_path / "out" / name).read_bytes() == as_it_is, "transformers would rebuild it"
     with pytest.raises(CheckpointError, match=r"needs a run that was trained with checkpoint\.best_metric"):
         export_model(config, tmp_path / "run", tmp_path / "best", best=True)
     for metric, has_it in (("eval/accuracy_sampled", False), ("eval/accuracy", True)):
@@ -150,7 +154,7 @@ def test_an_export_is_what_transformers_writes_of_the_whole_model(
     assert json.loads(found.pop("config.json")) == config_json | names
     assert json.loads(found.pop("generation_config.json")) == generation | {"eos_token_id": [1, 3, 7]}
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert found.pop(name) == (start / name).read_bytes()
+        assert found.pop(name) == (start / name).read_bytes().replace(*OF_RELEASE_4)
     if len(asked) == 1:
         assert found == expected
     else:  # transformers may put the tensors in another order into the files

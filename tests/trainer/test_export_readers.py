@@ -13,8 +13,9 @@ from policy_cases import make_config, save_policy, save_words
 from readers import NEW_TOKENS, Reading, needs_release_4, read, read_with_release_4, write, write_with_release_4
 from test_export import saved_after_a_step
 
+from rollout.data.tokenizer import load_tokenizer
 from trainer.run.export import write_model
-from trainer.run.model_description import copy_description, release_4_note
+from trainer.run.model_description import copy_description, describe_tokenizer_for_release_4, release_4_note
 from trainer.rundir.run_dir import StartError
 
 THETA = 300_000.0
@@ -84,6 +85,7 @@ def test_an_export_computes_the_same_for_transformers_4_and_5(tmp_path: Path) ->
         same(found, here)
         before, after = (json.loads((path / "config.json").read_text()) for path in (start, export))
         assert after["rope_theta"] == THETA, family
+        assert found.tokenizer == "PreTrainedTokenizerFast", "as `start` was saved by release 5"
         ends = {"eos_token_id": [1, 2]}  # that of the tokenizer, and that of the model
         assert json.loads((export / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
         if release == "four":
@@ -150,6 +152,15 @@ def test_generate_stops_where_the_run_ended_a_response(tmp_path: Path) -> None:
         assert end in (named if isinstance(named, list) else [named]) or export.name == "no_end_export"
         if export.name == "sampling_flags_export":
             assert (generation["temperature"], generation["top_p"]) == (0.6, 0.9), "as it is"
+
+
+def test_special_tokens_of_release_5_are_special_for_both(tmp_path: Path) -> None:
+    path = save_words(tmp_path)
+    edited(path / "tokenizer_config.json", extra_special_tokens=["a"])
+    describe_tokenizer_for_release_4(path)
+    described = json.loads((path / "tokenizer_config.json").read_text())
+    assert described["additional_special_tokens"] == ["a"] and "extra_special_tokens" not in described
+    assert load_tokenizer(path).all_special_tokens == ["<eos>", "a"]
 
 
 def test_files_that_need_no_change_are_copied_bit_by_bit(tmp_path: Path) -> None:

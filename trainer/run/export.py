@@ -33,7 +33,7 @@ from trainer.policy.lora import adapter_spec, added, freeze_beside_adapter
 from trainer.policy.model import empty_causal_lm, names_in_files, weight_files
 from trainer.policy.shards import load_shards
 from trainer.run.adapter_check import FILE_PREFIX, MODEL_MARK, read_adapter
-from trainer.run.model_description import copy_description
+from trainer.run.model_description import copy_description, describe_tokenizer_for_release_4
 from trainer.run.task import resolve_model
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError
 from trainer.rundir.model_mark import model_mark
@@ -108,6 +108,7 @@ def _write_whole(
         copy_description(start, unfinished, dtype=dtype, stop_ids=stop_ids)
         _write_weights(model, source, unfinished, max_shard_bytes=max_shard_bytes)
         copy_tokenizer(start, unfinished)
+        describe_tokenizer_for_release_4(unfinished)
 
 
 def write_adapter(config: TrainConfig, checkpoint: Checkpoint, directory: Path) -> None:

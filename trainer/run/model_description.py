@@ -69,9 +69,19 @@ def describe_for_release_4(directory: Path) -> None:
     described = _read(directory / CONFIG_FILE)
     described |= {DTYPE_KEYS[0]: described[DTYPE_KEYS[1]], **_rope_of_release_4(directory)}
     _write(directory / CONFIG_FILE, described)
+    describe_tokenizer_for_release_4(directory)
+
+
+def describe_tokenizer_for_release_4(directory: Path) -> None:
+    """Put the names that both releases read in place of those that release 5 has written of a tokenizer."""
     path = directory / "tokenizer_config.json"
-    # Two names of one class, of which release 4 knows this one.
-    _write(path, _read(path) | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    fields = dict(given := _read(path) if path.is_file() else {})
+    if given.get("tokenizer_class") == "TokenizersBackend":  # two names of one class
+        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(given.get("extra_special_tokens"), list):
+        fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
+    if fields != given:
+        _write(path, fields)
 
 
 def _end_at(fields: dict[str, Any], stop_ids: Sequence[int]) -> None:
