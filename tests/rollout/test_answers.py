@@ -218,6 +218,7 @@ def test_the_last_complete_box_counts(response, extracted):
         (r"Answer: 1{,}000 \text{ dollars}", "1000", True),
         (r"Answer: 1,000 \text{ dollars}", "1000", True),
         (r"Answer: 90^\circ", "90", True),
+        (r"Answer: 90^\circ", "90°", True),
         ("Answer: -34", "34", False),
         ("the answer is 34", "34", False),
         ("Answer:", "34", False),
