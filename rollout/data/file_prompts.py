@@ -383,5 +383,5 @@ def _answer_text(value: object, key: str) -> str:
         return str(value)
     if isinstance(value, float | Decimal) and math.isfinite(value):
         return plain_number(Decimal(str(value)))
-    way_out = ". Save the column as text" if hasattr(value, "isoformat") else ""
+    way_out = ". Save the column as text, or name its JSON files as DIR/*.jsonl" if hasattr(value, "isoformat") else ""
     raise ValueError(f"{key} must be text or a finite number, got {value!r:.80}{way_out}")
