@@ -18,7 +18,7 @@ import xxhash
 
 from algorithms.config import Problem
 from rollout.data.arithmetic import ArithmeticProblem, arithmetic_problems
-from rollout.data.chat_template import ChatTemplate
+from rollout.data.chat_template import DAY, ChatTemplate
 from rollout.data.data_files import BadRow, DataError, is_local, plain
 from rollout.data.file_prompts import UNJUDGED, Judgement, SourceReport, file_prompts, source_rows
 from rollout.data.special_tokens import prompt_ids
@@ -121,6 +121,8 @@ def _file_dataset(
             notes.append(f"{report.source}: {shared:,} of its prompts are training prompts too")
     if end is not None and (note := no_beginning_note(end, [prompt.text for prompt in train[:SHOWN]], tokenizer)):
         notes.append(note)
+    if end is not None and "strftime_now" in str(tokenizer.chat_template):
+        notes.append(f"the chat template writes today's date: it is {DAY:%d %b %Y} on every day, for the same prompts")
     return Dataset(
         train=train,
         heldout=held[0],

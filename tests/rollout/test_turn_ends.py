@@ -72,6 +72,15 @@ def test_a_template_that_needs_a_system_message_is_asked_with_one(tmp_path, base
     assert turn_end(tmp_path, base_model, asked) == END
 
 
+def test_a_template_with_a_date_gives_the_same_prompts_on_another_day(tmp_path, base_model):
+    """As those of Llama 3.2, Mistral and gpt-oss: a checkpoint knows the digest of its prompts."""
+    base_model.chat_template = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    source = write_rows(tmp_path / "rows.jsonl", [{"question": "2+3?", "answer": "5"}])
+    data = load_dataset(FileDataConfig(train_path=source, eval_path=source), base_model)
+    assert data.train[0].text.startswith("26 Jul 2024<|im_start|>")
+    assert any("26 Jul 2024 on every day" in note for note in data.notes)
+
+
 def test_a_template_that_begins_no_answer_is_told(tmp_path, base_model):
     source = write_rows(tmp_path / "rows.jsonl", [{"question": "2+3?", "answer": "5"}])
     config = FileDataConfig(train_path=source, eval_path=source)
