@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.episodes.episode import Episode, Vocabulary, check_rollout_fn
+from rollout.episodes.episode import Episode, EpisodeError, Vocabulary, check_rollout_fn
 from rollout.episodes.tools import ROLLOUTS
 from rollout.processes.custom_code import is_custom, load_function
 from rollout.user_code.serving import Ask, Overlapping, Reply, serve
@@ -30,6 +30,8 @@ def load(function: str, tokenizer_file: str) -> Overlapping:
             ask=ask,
         )
         await rollout(episode)
+        if episode.is_sampling:  # in a task that it has left behind
+            raise EpisodeError("it did not wait for the turn that it had asked for")
         return {"observed": episode.unsent()}
 
     return Overlapping(run=run)

@@ -14,6 +14,7 @@ import xxhash
 
 from rollout.supports import Supports, joined, no_supports
 from rollout.types import FinishReason, GenerateRequest, Generation
+from rollout.user_code.pool import Asked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +72,8 @@ class RunningEpisode:
     """Parts of the last turn, until the rollout function is known to have got it."""
     num_requests: int = 0
     """Requests to the engines so far."""
-    asked: int = -1
-    """Call of the rollout function that has asked for the last turn."""
+    asked: Asked | None = None
+    """The last request of the rollout function."""
     engine_ticket: int | None = None
     """Ticket of the turn that the engines are sampling; None between turns."""
 

@@ -176,13 +176,13 @@ class EpisodeSampler:
 
     def _heed(self, episode: RunningEpisode, event: Event) -> None:
         match event:
-            case Asked(_, call, Wish() as wish):
+            case Asked(value=Wish() as wish):
                 if not wish.goes_on:
                     episode.settle(wish.observed)
                 if episode.tokens_left < 1:
                     self._fail(episode, "it asked for a turn, and no tokens are left")
                     return
-                episode.asked = call
+                episode.asked = event
                 self._turns[episode.ticket] = episode.next_turn(wish)
             case Withdrawn():
                 self._withdraw(episode)
@@ -215,7 +215,9 @@ class EpisodeSampler:
                 continue
             stopped = generation.finish_reason is FinishReason.stop
             is_end = stopped and generation.token_ids[-1] in episode.request.sampling.stop_token_ids
-            self._pool.answer(episode.asked, {"token_ids": generation.token_ids, "stopped": stopped, "is_end": is_end})
+            if episode.asked is not None:
+                answer = {"token_ids": generation.token_ids, "stopped": stopped, "is_end": is_end}
+                self._pool.answer(episode.asked, answer)
 
     def _end(self, episode: RunningEpisode, outcome: Outcome) -> None:
         """The rollout function is over."""
@@ -223,8 +225,6 @@ class EpisodeSampler:
             self._stats_of(episode).note(episode, outcome.failure, outcome.message)
             episode.settle([])
             self._finish(episode, FinishReason.failed)
-        elif episode.engine_ticket is not None or episode.ticket in self._turns:
-            self._fail(episode, "it did not wait for the turn that it had asked for")
         else:
             episode.settle(outcome.value)
             if not episode.num_turns:

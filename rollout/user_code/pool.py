@@ -104,6 +104,7 @@ class Asked(NamedTuple):
     key: int
     call: int
     """Number of this try of the call."""
+    question: int
     value: Any
 
 
@@ -150,9 +151,9 @@ class CallPool:
         self._core.inbox.put(Task(key=key, item=line))
         self._start()
 
-    def answer(self, call: int, value: object) -> None:
-        """Answer the last question of a call; nothing happens if the call is over."""
-        self._core.inbox.put(_Answer(call, orjson.dumps(value)))
+    def answer(self, asked: Asked, value: object) -> None:
+        """Answer a question; nothing happens if the call is over, or does not wait any longer."""
+        self._core.inbox.put(_Answer(asked, orjson.dumps(value)))
 
     def cancel(self, key: int) -> None:
         """Give the item with `key` up: its outcome does not come."""
@@ -195,7 +196,7 @@ class CallPool:
 
 
 class _Answer(NamedTuple):
-    call: int
+    asked: Asked
     value: bytes
 
 
@@ -272,8 +273,8 @@ class _Core:
                         return False
                     case Task():
                         self.waiting.append(entry)
-                    case _Answer(call, value):
-                        self._pass_on(call, value)
+                    case _Answer(asked, value):
+                        self._pass_on(asked, value)
                     case _Cancel(key):
                         self._cancel(key)
                     case Said(worker, line, at) if worker in self.workers:
@@ -332,11 +333,11 @@ class _Core:
             return [self.waiting.popleft()]
         return self._next(1, now) if self.known is None else [Task(key=PROBE, item=self.known)]
 
-    def _pass_on(self, number: int, value: bytes) -> None:
+    def _pass_on(self, asked: Asked, value: bytes) -> None:
         for worker in self.workers:
-            if (call := worker.calls.get(number)) is not None:
+            if (call := worker.calls.get(asked.call)) is not None:
                 call.since = time.monotonic()
-                worker.say(b'{"answer":%d,"value":%b}' % (number, value))
+                worker.say(b'{"answer":%d,"value":%b}' % (asked.question, value))
 
     def _cancel(self, key: int) -> None:
         for worker in self.workers:
@@ -386,12 +387,12 @@ class _Core:
         match said:
             case {"begun": True}:
                 call.since, call.has_begun = at, True
-            case {"ask": question}:
+            case {"ask": value, "question": int(question)}:
                 if self.kind.read_question is None:
                     raise ValueError("nobody is asked")
-                value = self.kind.read_question(question)
+                asked = Asked(key, call.number, question, self.kind.read_question(value))
                 call.since = math.inf
-                self.done.put(Asked(key, call.number, value))
+                self.done.put(asked)
             case {"withdrawn": True}:
                 call.since = at
                 self.done.put(Withdrawn(key, call.number))

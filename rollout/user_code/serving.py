@@ -1,8 +1,8 @@
 """The child process that runs user code: lines of JSON in, lines of JSON out, until the input ends.
 
-    in:  {"call": number, "items": [...], "timeout_s": seconds}, {"answer": number, "value": ...}, {"cancel": number}
+    in:  {"call": number, "items": [...], "timeout_s": seconds}, {"answer": question, "value": ...}, {"cancel": number}
     out: {"ready": items per call, "overlap": bool} or {"failed": text}; then {"call": number, "replies": [...]}, and of
-         an async call before it {"call": number, "begun": true}, {.., "ask": ...} and {.., "withdrawn": true}
+         an async call before it {.., "begun": true}, {.., "ask": ..., "question": number} and {.., "withdrawn": true}
 
 A reply is what the call returned for one item, as a JSON object; {"error": text} if it failed, with "late" if it passed
 its deadline, with "final" if a further try would fail alike. `rollout/user_code/pool.py` starts, feeds, times and kills
@@ -15,6 +15,7 @@ at module level can be used by all of them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import traceback
 import types
@@ -108,8 +109,9 @@ class _Calls:
         self._say = say
         self._mark = mark
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._limits: dict[int, asyncio.Timeout] = {}
+        self._questions = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
+        """Question -> its answer. An answer may come when a call has given its question up and asks the next."""
 
     async def serve(self, requests: IO[bytes]) -> None:
         """Handle messages until the input ends."""
@@ -124,7 +126,7 @@ class _Calls:
                 self._tasks[call] = loop.create_task(self._run(call, message["items"][0], message["timeout_s"]))
             elif "answer" in message:
                 answer = self._answers.pop(message["answer"], None)
-                if answer is not None and not answer.done():  # the call may have ended, or wait no longer
+                if answer is not None and not answer.done():  # else the call has ended, or waits no longer
                     answer.set_result(message["value"])
             elif (task := self._tasks.pop(message["cancel"], None)) is not None:
                 task.cancel()
@@ -135,13 +137,14 @@ class _Calls:
         limit = asyncio.timeout(timeout_s)
 
         async def ask(question: Any) -> Any:
-            answer = self._answers[call] = asyncio.get_running_loop().create_future()
+            number = next(self._questions)
+            answer = self._answers[number] = asyncio.get_running_loop().create_future()
             limit.reschedule(None)  # the time of the engines is not the time of the call
-            self._say({"call": call, "ask": question})
+            self._say({"call": call, "ask": question, "question": number})
             try:
                 return await answer
             except asyncio.CancelledError:  # user code has given the question up, with a deadline of its own
-                self._answers.pop(call, None)
+                del self._answers[number]
                 self._say({"call": call, "withdrawn": True})
                 raise
             finally:
@@ -159,7 +162,6 @@ class _Calls:
             late = isinstance(error, TimeoutError) and limit.expired()
             reply = {"error": f"no answer within {timeout_s:g} s", "late": True} if late else {"error": raised(error)}
         self._tasks.pop(call, None)
-        self._answers.pop(call, None)
         self._say({"call": call, "replies": [reply]})
 
     def _marked_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:

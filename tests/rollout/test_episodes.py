@@ -1,12 +1,14 @@
 """Episodes: turns between a real engine and real rollout functions in real processes; what hangs or crashes."""
 
 import os
+import queue
 import signal
 import textwrap
 import time
 from collections import Counter
 from dataclasses import replace
 
+import orjson
 import psutil
 import pytest
 import torch
@@ -20,12 +22,13 @@ from rollout.data.arithmetic import TOKENS, save_tokenizer
 from rollout.engine import wait_for
 from rollout.episodes.config import EpisodeConfig
 from rollout.episodes.running import turn_seed
-from rollout.episodes.sampler import EpisodeSampler
+from rollout.episodes.sampler import EPISODES, EpisodeSampler
 from rollout.episodes.trial import try_episode
 from rollout.episodes.vocabulary import Vocabulary
 from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, Prompt, SamplingParams
 from rollout.user_code.pool import UserCodeError
+from rollout.user_code.worker import Worker
 from tests.rollout.tiny_model import write_tiny_model
 
 EOS = TOKENS.index("<eos>")
@@ -473,6 +476,44 @@ def test_a_turn_that_the_function_waits_for_too_short_is_withdrawn_and_costs_nob
     for generation in generations:
         assert generation.sampled == [True] * 2 + [False] * 3 + [True] * 2
     assert len(sampler._pool._core.workers) == 1
+
+
+def test_an_answer_that_comes_after_its_turn_was_given_up_is_not_taken_for_the_next(model_path, tmp_path):
+    """The parent may have sent it before it hears of that."""
+    (tmp_path / "own.py").write_text(
+        textwrap.dedent("""
+            import asyncio
+
+            async def rollout(episode):
+                try:
+                    await asyncio.wait_for(episode.generate(), 0.2)
+                except TimeoutError:
+                    pass
+                turn = await episode.generate()
+                episode.observe(turn.token_ids)
+        """)
+    )
+    inbox = queue.SimpleQueue()
+    worker = Worker(EPISODES, [f"{tmp_path}/own.py:rollout", str(model_path / "tokenizer.json")], inbox)
+    item = {"token_ids": [2], "answer": "7", "row": {}, "max_new_tokens": 9}
+
+    def answer(question, tokens):
+        value = {"token_ids": tokens, "stopped": True, "is_end": True}
+        worker.say(orjson.dumps({"answer": question, "value": value}))
+
+    def said(word):
+        while word not in (message := orjson.loads(inbox.get(timeout=60).line)):
+            pass
+        return message
+
+    try:
+        worker.say(orjson.dumps({"call": 5, "timeout_s": 60, "items": [item]}))
+        first, second = said("ask"), said("ask")
+        answer(first["question"], [4, 4])
+        answer(second["question"], [5])
+        assert said("replies")["replies"] == [{"observed": [5]}]
+    finally:
+        worker.kill()
 
 
 def test_a_deadline_around_a_turn_that_has_arrived_leaves_the_turn_in_the_response(episodes, model_path):
