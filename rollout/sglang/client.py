@@ -33,12 +33,16 @@ ADMIN_ROUTES = frozenset({
 class ClientError(RuntimeError):
     """A call failed."""
 
-    def __init__(self, message: str, *, status: int | None = None, is_refused: bool = False) -> None:
+    def __init__(
+        self, message: str, *, status: int | None = None, is_refused: bool = False, is_unanswered: bool = False
+    ) -> None:
         super().__init__(message)
         self.status = status
         """HTTP status of the reply; None without a reply."""
         self.is_refused = is_refused
         """True if nobody listens at the address."""
+        self.is_unanswered = is_unanswered
+        """True if the connection was lost before a byte of the answer came."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +65,11 @@ class SGLangClient:
         return frozenset(self.call("/openapi.json", timeout_s=timeout_s)["paths"])
 
     def call(self, route: str, *, timeout_s: float, body: Mapping[str, Any] | None = None) -> Any:
-        """Wait for `exchange`, over a connection of its own, at most `timeout_s` seconds."""
+        """Wait for `exchange`, over a connection of its own, at most `timeout_s` seconds.
+
+        Nothing is sent twice: no server closes a new connection as an idle one, and an update of weights or a pause
+        whose answer was lost may have been carried out.
+        """
         if timeout_s <= 0:
             raise ClientError(f"{route}: no time is left before the deadline")
 
@@ -89,6 +97,7 @@ class SGLangClient:
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         data = None if body is None else io.BytesIO(orjson.dumps(body))
         what = f"{method} {route}"
+        raw = None
         try:
             async with session.request(method, route, data=data, headers=headers, allow_redirects=False) as response:
                 raw = bytearray()
@@ -102,9 +111,17 @@ class SGLangClient:
         except (aiohttp.ClientError, OSError) as error:
             # The error of the system below says more: a refused connection, an unknown host.
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-            refused = isinstance(cause, ConnectionRefusedError)
-            raise ClientError(f"{what}: {type(cause).__name__}: {cause}", is_refused=refused) from error
+            refused, lost = isinstance(cause, ConnectionRefusedError), raw is None and _is_lost(error)
+            text = f"{what}: {type(cause).__name__}: {cause}"
+            raise ClientError(text, is_refused=refused, is_unanswered=lost) from error
         return parse_reply(what, bytes(raw), status=response.status, content_type=response.content_type)
+
+
+def _is_lost(error: Exception) -> bool:
+    """True if an established connection ended without a part of the answer's head."""
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return isinstance(error.message, str)  # else it is the part that came
+    return isinstance(error, OSError) and not isinstance(error, aiohttp.ClientConnectorError)
 
 
 def parse_reply(what: str, raw: bytes, *, status: int, content_type: str) -> Any:

@@ -25,6 +25,9 @@ from rollout.weights.adapter import last_part
 MINIMUM_SGLANG = (0, 5, 23)
 """Minimum release; earlier releases execute code sent to their weight-update routes."""
 
+SERVER_KEEP_ALIVE_S = 3600
+"""Seconds after which a server closes an idle connection: clients close theirs long before, also on a slow machine."""
+
 CPU_SERVER_ARGS: dict[str, Any] = {
     "attention_backend": ATTENTION_BACKEND,
     "sampling_backend": "pytorch",
@@ -100,6 +103,7 @@ def server_environment(
     environment = {
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         "TOKENIZERS_PARALLELISM": "false",
         # FastAPI prints dozens of warnings about SGLang's route names.
         "PYTHONWARNINGS": "ignore::UserWarning",

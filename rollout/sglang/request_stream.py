@@ -18,8 +18,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ from rollout.types import GenerateRequest
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 2.0
-"""Seconds after which an idle connection is closed, before the server closes it (5 s) under a new request."""
+"""Seconds after which an idle connection is closed, before the server closes it under a new request. SGLang does so
+after 5 s; a server that Parity starts after `installation.SERVER_KEEP_ALIVE_S`, because the client may be late."""
 CONNECT_TIMEOUT_S = 30.0
 WATCH_INTERVAL_S = 0.2
 ABORT_REPEAT_S = 1.0
@@ -60,7 +62,7 @@ class Job:
     request: GenerateRequest
     body: Mapping[str, Any]
     """Body of /generate, without rid."""
-    rid: str = field(default_factory=lambda: secrets.token_hex(16))
+    rid: str = field(default_factory=partial(secrets.token_hex, 16))
     """Id of the request. SGLang aborts by prefix, so all ids have the same length."""
     sent_at: float = 0.0
     """Monotonic time of sending, plus the seconds in which weights were replaced since then."""
@@ -70,6 +72,8 @@ class Job:
     aborted_at: float | None = None
     """Monotonic time of the first abort."""
     abort_sent_at: float = 0.0
+    is_repeated: bool = False
+    """True if the request was sent before, and its connection was lost without an answer."""
 
 
 class Answer(NamedTuple):
@@ -85,8 +89,9 @@ class Answer(NamedTuple):
 class RequestStream:
     """The requests of one engine. `submit`, `poll` and `abort` may be called by any thread.
 
-    A refused request ends its own job. Any other failure ends all unfinished jobs: `poll` raises the error once, after
-    returning the jobs that had ended before.
+    A refused request ends its own job. A request whose connection is lost before a byte of the answer came is sent once
+    more. Any other failure ends all unfinished jobs: `poll` raises the error once, after returning the jobs that had
+    ended before.
     """
 
     def __init__(
@@ -223,11 +228,7 @@ class RequestStream:
             self._loop.close()
 
     async def _main(self) -> None:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        # Each request has its own deadline, whose clock stands still while weights are replaced.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        async with aiohttp.ClientSession(self._client.address, connector=connector, timeout=timeout) as session:
-            self._session = session
+        async with self._new_session() as self._session:
             self._ready.set()
             while not self._closing.is_set():
                 self._watch()
@@ -236,6 +237,12 @@ class RequestStream:
                 except TimeoutError:
                     continue
             await self._drop(None)
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        # Each request has its own deadline, whose clock stands still while weights are replaced.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        return aiohttp.ClientSession(self._client.address, connector=connector, timeout=timeout)
 
     def _accept(self, jobs: Sequence[Job]) -> None:
         """Queue new jobs; have the server read the prompts that several of them share."""
@@ -260,7 +267,7 @@ class RequestStream:
         sampling = {**body["sampling_params"], "max_new_tokens": 0}
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._generate({**body, "sampling_params": sampling, "return_logprob": False})
+                await self._generate({**body, "sampling_params": sampling, "return_logprob": False}, self._session)
         except Exception as error:  # whatever it is: nobody looks at this task, and its jobs must not hang
             logger.info("a prompt of %d tokens was not read in advance: %s", len(body["input_ids"]), error)
         task = asyncio.current_task()
@@ -312,20 +319,39 @@ class RequestStream:
 
     async def _serve(self, job: Job) -> None:
         try:
-            reply = await self._generate({**job.body, "rid": job.rid})
+            # Not on another idle connection, which may be lost too.
+            async with self._new_session() if job.is_repeated else nullcontext(self._session) as session:
+                reply = await self._generate({**job.body, "rid": job.rid}, session)
         except Exception as error:  # whatever it is: nobody looks at this task, and its request must not hang
             cause = error if isinstance(error, ClientError) else ClientError(f"{type(error).__name__}: {error}")
             if cause.status in REFUSED_STATUSES:
                 self._end(Answer(job, None, is_refused=True))
+            elif cause.is_unanswered and not job.is_repeated:
+                self._repeat(job, cause)
             elif self._sent.get(job.ticket) is job:
                 await self._drop(cause, but=job)
             return
         self._measure(job, reply)
         self._end(Answer(job, reply))
 
-    async def _generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _repeat(self, job: Job, cause: ClientError) -> None:
+        """Send a request once more whose connection was lost before a byte of the answer came.
+
+        The server may have closed the connection as an idle one. That is safe: a request changes nothing in the server,
+        which drops the response that it had perhaps begun. The id is a new one, because SGLang refuses the id of a
+        request which it still has.
+        """
+        if job.aborted_at is not None:
+            self._end(Answer(job, None))
+        elif self._sent.pop(job.ticket, None) is not None:
+            logger.info("%s; the request is sent again", cause)
+            job.is_repeated, job.rid = True, secrets.token_hex(16)
+            self._waiting.appendleft(job)  # while weights are replaced it waits like others
+            self._send()
+
+    async def _generate(self, body: Mapping[str, Any], session: aiohttp.ClientSession) -> dict[str, Any]:
         key = {} if self.extra_key is None else {"extra_key": self.extra_key}
-        return await self._client.exchange(self._session, "/generate", {**body, **key})
+        return await self._client.exchange(session, "/generate", {**body, **key})
 
     def _end(self, answer: Answer) -> None:
         if self._sent.pop(answer.job.ticket, None) is None:
@@ -365,7 +391,7 @@ class RequestStream:
             try:
                 await self._client.exchange(self._session, route, body)
             except ClientError as error:
-                if self._sent:
+                if self._sent and not error.is_unanswered:  # `_watch` repeats it
                     await self._drop(error)
 
         task = self._loop.create_task(post())

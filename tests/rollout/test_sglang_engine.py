@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import stat
+import time
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
@@ -17,6 +20,7 @@ from rollout.config import DType
 from rollout.engine import EngineError
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND
+from rollout.sglang.request_stream import KEEP_ALIVE_S
 from rollout.types import FinishReason
 
 pytestmark = pytest.mark.sglang
@@ -67,6 +71,20 @@ def test_wrong_keys_get_401(served: Served) -> None:
         with pytest.raises(ClientError) as caught:
             client.call(route, body=sent, timeout_s=30)
         assert caught.value.status == 401, route
+
+
+def test_the_server_keeps_an_idle_connection_longer_than_the_client(served: Served) -> None:
+    """SGLang by itself closes one after 5 s."""
+    where = urlsplit(served.info.address)
+    connection = HTTPConnection(where.hostname or "", where.port, timeout=60)
+    connection.auto_open = False
+    connection.connect()
+    for pause_s in (0.0, 3.5 * KEEP_ALIVE_S):
+        time.sleep(pause_s)
+        connection.request("GET", "/model_info", headers={"Authorization": f"Bearer {served.client.api_key}"})
+        response = connection.getresponse()
+        assert response.status == 200 and response.read()
+    connection.close()
 
 
 def test_a_server_on_a_cpu_attends_in_batches(served: Served) -> None:
