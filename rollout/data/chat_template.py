@@ -3,13 +3,14 @@
     python -m rollout.data.chat_template MEMORY_BYTES
 
 A template is a program of whoever made the model. Jinja's sandbox keeps it from the machine, but bounds neither its
-time nor its memory; this process does. In: {template, variables}, then {messages, ends}, where `ends` is a member of
-`Ends`. Out: {"ready": true}, then {"text"} or {"problem"} for every list.
+time nor its memory; this process does. In: {template, variables, limit_s}, then {messages, ends}, where `ends` is a
+member of `Ends`. Out: {"ready": true}, then {"text"} or {"problem"} for every list.
 """
 
 from __future__ import annotations
 
 import queue
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TIMEOUT_S = 10.0
-"""Seconds for one prompt; a template takes a fraction of a millisecond."""
+"""Seconds of computing for one prompt, which a slow machine does not shorten; a template takes a fraction of a
+millisecond."""
 MEMORY_BYTES = 4 * 2**30
 MAX_TEXT_CHARS = 2**24
 """Longest text of a prompt; the longest context of a model is shorter."""
@@ -107,23 +109,26 @@ class ChatTemplate:
         for each in which:
             child.say(orjson.dumps({"messages": chats[each], "ends": ends[each].value}))
         for _ in which:
-            yield Rendered(**self._answer(child, TIMEOUT_S))
+            yield Rendered(**self._answer(child))
 
     def _start(self) -> ChildProcess:
         self._lines = queue.SimpleQueue()  # what an ended process said is not for this one
         child = ChildProcess(__name__, str(MEMORY_BYTES), hear=self._lines.put, unheard=self._lines.qsize)
         self._child = child
-        child.say(orjson.dumps({"template": self.text, "variables": self._variables}))
-        self._answer(child, START_TIMEOUT_S)
+        child.say(orjson.dumps({"template": self.text, "variables": self._variables, "limit_s": TIMEOUT_S}))
+        self._answer(child)
         return child
 
-    def _answer(self, child: ChildProcess, timeout_s: float) -> dict[str, Any]:
+    def _answer(self, child: ChildProcess) -> dict[str, Any]:
         try:
-            line = self._lines.get(timeout=timeout_s)
+            line = self._lines.get(timeout=START_TIMEOUT_S)  # for a process that is stopped; others end themselves
         except queue.Empty as error:
-            raise TemplateError(f"the chat template of the model gave no answer within {timeout_s:g} s") from error
+            raise TemplateError(f"the chat template of the model gave no answer in {START_TIMEOUT_S:g} s") from error
         if line is None:
-            raise TemplateError(f"the process with the chat template of the model {child.death().text}")
+            death = child.death()
+            if death.by is signal.SIGPROF:
+                raise TemplateError(f"the chat template of the model did not end within {TIMEOUT_S:g} s of computing")
+            raise TemplateError(f"the process with the chat template of the model {death.text}")
         answer: dict[str, Any] = orjson.loads(line)
         return answer
 
@@ -140,6 +145,7 @@ def main(memory_bytes: int) -> None:
     say({"ready": True})
     for line in requests:
         text, problem = "", ""
+        signal.setitimer(signal.ITIMER_PROF, given["limit_s"])  # its signal ends this process, also within C
         try:
             asked = orjson.loads(line)
             ends = Ends(asked["ends"])
@@ -152,6 +158,7 @@ def main(memory_bytes: int) -> None:
             problem = f"the chat template refuses the messages: {error}"
         except Exception as error:
             problem = f"the chat template fails: {described(error)}"
+        signal.setitimer(signal.ITIMER_PROF, 0)
         if len(text) > MAX_TEXT_CHARS:
             text, problem = "", f"the chat template writes {len(text):,} characters, more than {MAX_TEXT_CHARS:,}"
         say({"text": text, "problem": problem})

@@ -74,6 +74,8 @@ class Death(NamedTuple):
     """The end in words, for a sentence that begins with the name of the process."""
     from_outside: bool
     """True if another program or the kernel may have ended the child, so that nothing is known about its work."""
+    by: signal.Signals | None = None
+    """The signal that ended the child, if it was one."""
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
@@ -190,7 +192,8 @@ class ChildProcess:
             return Death("and its descendants held more memory than allowed", False)
         number = -code if code < 0 else code - SIGNAL_STATUS
         if number in list(signal.Signals):
-            return Death(f"ended with {signal.Signals(number).name}", number in _FROM_OUTSIDE)
+            found = signal.Signals(number)
+            return Death(f"ended with {found.name}", found in _FROM_OUTSIDE, found)
         return Death(f"ended with exit status {code}", False)
 
 

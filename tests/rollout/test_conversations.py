@@ -2,11 +2,13 @@
 
 import json
 import re
+import threading
 
+import psutil
 import pytest
 from data_cases import TEMPLATE, byte_tokenizer, write_rows
 
-from rollout.data.chat_template import TIMEOUT_S
+from rollout.data.chat_template import TIMEOUT_S, ChatTemplate
 from rollout.data.dataset import load_dataset
 from rollout.task_config import FileDataConfig, OnBadRow
 
@@ -181,4 +183,21 @@ def test_one_prompt_that_the_template_cannot_end_is_a_bad_row(tmp_path, monkeypa
     tokenizer.chat_template = TEMPLATE + "{% if messages[0].content == 'hang' %}" + endless + "{% endif %}"
     data = loaded(tmp_path, tokenizer, "a", "hang", "b", on_bad_row=OnBadRow.skip)
     assert [each.text for each in data.train] == ["[user]a[assistant]", "[user]b[assistant]"]
-    assert data.skipped[0].number == 2 and "no answer within 2 s" in data.skipped[0].problem
+    assert data.skipped[0].number == 2 and "did not end within 2 s" in data.skipped[0].problem
+
+
+def test_a_template_on_a_slow_machine_has_its_time(tmp_path, monkeypatch):
+    """Its process gets no core for twice the limit."""
+    monkeypatch.setattr("rollout.data.chat_template.TIMEOUT_S", 1.0)
+    template = ChatTemplate(byte_tokenizer(tmp_path / "other"), {})
+    try:
+        [first] = template.render([[ASKED]])
+        below = psutil.Process(template._child._process.pid).children(recursive=True)
+        for each in below:
+            each.suspend()
+        timer = threading.Timer(2.0, lambda: [each.resume() for each in below])
+        timer.start()
+        assert list(template.render([[ASKED]])) == [first] and not first.problem
+        assert not timer.is_alive()
+    finally:
+        template.close()

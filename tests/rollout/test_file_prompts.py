@@ -307,7 +307,10 @@ def test_reading_a_file_draws_no_bar(tmp_path, name, capfd):
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "gave no answer within 2 s"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "did not end within 2 s of computing",
+        ),
         ("{{ 'x' * 6000000000 }}", "the chat template fails: MemoryError"),
         ("{{ 'x' * 50000000 }}", "the chat template writes 50,000,000 characters, more than"),
         ("{{ messages[0].content.nothing.at.all }}", "the chat template refuses the messages"),
