@@ -44,8 +44,8 @@ START_TIMEOUT_S = 120.0
 """Seconds until a child must have loaded its function, which may import torch."""
 START_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 """Seconds between two tries to start a process or a thread: the system can be short of them for a moment."""
-DEATH_S = 2.0
-"""Seconds for a process to end after its output, which the keeper's end follows at once."""
+DEATH_S = 5.0
+"""Seconds for a process to end after its output, which the keeper's end follows at once; else its code closed it."""
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 26
 """Longest line of a child, 64 MiB: the tokens of many long responses; a longer one would only fill the memory."""

@@ -33,11 +33,12 @@ from rollout.sglang.client import HOST, ClientError, SGLangClient
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 256 * 1024
 SPAWN_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 6.0
-TRACKER_TIMEOUT_S = 1.0
+STOP_TIMEOUT_S = 12.0
+"""Seconds that killed processes have to give back their memory; less than a group waits for this error (GRACE_S)."""
+TRACKER_TIMEOUT_S = 5.0
 """Seconds that Python's resource tracker outlives the other processes, to remove the semaphores that they used."""
 WATCH_INTERVAL_S = 0.2
-NOTICE_TIMEOUT_S = 1.0
+NOTICE_TIMEOUT_S = 5.0
 """Seconds that an error waits, after a connection broke, for the end of the server, to report its cause."""
 READY_INTERVAL_S = 0.25
 PORTS = range(20_000, 32_000)
@@ -127,7 +128,7 @@ class SGLangServer:
     def stop(self) -> None:
         """Kill every process of the server and remove their traces; safe to call twice.
 
-        Raises EngineError if a process survives SIGKILL for 6 seconds.
+        Raises EngineError if a process survives SIGKILL for STOP_TIMEOUT_S.
         """
         with self._stopping:
             if self._process is not None and not self._ended.is_set():

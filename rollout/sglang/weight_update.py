@@ -30,7 +30,7 @@ from rollout.weights.adapter import last_part
 from rollout.weights.packing import check_weights, content_mark, dtype_name, split, unpack
 from rollout.weights.shared_weights import WeightRegion
 
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 30.0
 """Seconds for closing a session after a failure."""
 LISTED_MISMATCHES = 5
 WEIGHT_TAGS = ("weights",)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -120,6 +121,37 @@ def test_a_killed_worker_is_replaced(pool_of):
     [child] = children()
     os.kill(child.pid, signal.SIGKILL)
     assert [each.failure for each in outcomes(pool, ["good", "good"])] == [None, None]
+
+
+def test_a_worker_whose_keeper_is_late_ended_as_it_ended(pool_of):
+    """The keeper gets no core for three seconds: the function has not closed its output."""
+    pool = pool_of(
+        """
+        import os, signal
+
+        def reward(response):
+            os.kill(os.getppid(), signal.SIGSTOP)
+            os._exit(3)
+        """,
+        num_workers=1,
+    )
+
+    ended = threading.Event()
+
+    def resume():
+        while not ended.wait(0.05):
+            for each in psutil.Process().children():
+                if each.status() == psutil.STATUS_STOPPED:
+                    time.sleep(3.0)
+                    each.resume()
+
+    late = threading.Thread(target=resume)
+    late.start()
+    try:
+        assert "exit status 3" in outcomes(pool, ["any"])[0].message
+    finally:
+        ended.set()
+        late.join()
 
 
 def test_a_fork_that_fails_for_a_moment_costs_nothing(pool_of, monkeypatch):

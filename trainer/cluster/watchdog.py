@@ -40,8 +40,8 @@ SUSPENDED_S = 30.0
 """Seconds after which a suspended rank is given up: a debugger or a snapshot of a container suspends for less."""
 MARGIN_S = 60.0
 """Seconds beyond the longest deadline, in which the error of the deadline itself arrives."""
-STACK_S = 3.0
-"""Seconds that a process has to write its stack, which takes milliseconds."""
+STACK_S = 10.0
+"""Seconds that a process has to write its stack, which takes milliseconds of an idle core."""
 
 DRIVER = "driver"
 NO_STACK = ", which does not write its stack: it is suspended or blocked in the kernel"
@@ -205,7 +205,7 @@ class Watchdog:
         """The text after `start`, once there is some and nothing is added any more; "" after STACK_S without any."""
         size, deadline = start, time.monotonic() + STACK_S
         while time.monotonic() < deadline:
-            time.sleep(STACK_S / 20)
+            time.sleep(STACK_S / 60)
             before, size = size, self._file.stat().st_size
             if size == before > start:
                 break

@@ -30,8 +30,8 @@ from trainer.study.grid import Cell, Study
 from trainer.study.study_dir import LOGS, CellRecord, Stage, make_way, stage_of
 
 _POLL_S = 0.3
-_KILL_S = 10.0
-"""Seconds until a killed process must be gone."""
+_KILL_S = 60.0
+"""Seconds until a killed process must be gone, with all its memory."""
 _LOG_TAIL_BYTES = 8192
 _SHOWN_CHARACTERS = 400
 _DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -282,7 +282,7 @@ def _end(core: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(core.pid, signal.SIGKILL)  # it leads a session of its own
-        core.wait(_KILL_TIMEOUT_S)
+        core.wait(_FINISH_TIMEOUT_S)
 
 
 def _one_line(error: BaseException) -> str:
