@@ -146,7 +146,7 @@ def test_a_suspended_rank_is_named_and_ended_long_before_the_deadline_of_the_ste
     begin = time.monotonic()
     with watched(sides, said, longest_s=1800.0), pytest.raises(LostWorkerError) as caught:
         policy.train(pack_samples([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=1)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
     text = str(caught.value)
     assert text == (
         f"phase train: policy 1 (process {suspended.pid}) was suspended for 2 s (SIGSTOP, or a debugger); the stacks "

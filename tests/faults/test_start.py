@@ -47,7 +47,7 @@ def test_a_cluster_that_has_ended_is_named_at_once(tmp_path: Path, monkeypatch: 
         Cluster(config, log_dir=tmp_path),
     ):
         pass
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     assert not ray.is_initialized()
 
 
@@ -64,7 +64,7 @@ def test_a_cluster_that_accepts_and_never_answers_is_named_within_a_deadline(
         Cluster(config, log_dir=tmp_path),
     ):
         pass
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     assert not ray.is_initialized()
 
 

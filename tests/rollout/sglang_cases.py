@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10], [20, 21, 22], [40], [11, 12, 13, 14, 11, 12, 13, 14, 50, 60]]
-FAULT_TIMEOUT_S = 8.0
+LONG = 1500
+"""Tokens of a response that goes on while this process waits for a core, which the server need not."""
+FAULT_TIMEOUT_S = 30.0
 """A dead server must be noticed within this on a loaded machine; on an idle one it takes well under a second."""
 
 
@@ -95,7 +97,7 @@ def publisher_of(named: list[tuple[str, torch.Tensor]]) -> WeightPublisher:
 
 
 def start_served(directory: Path, *, model_type: str, tied: bool, dtype: DType, tp_size: int = 1) -> Served:
-    model = write_tiny_model(directory / "model", seed=0, model_type=model_type, tied=tied)
+    model = write_tiny_model(directory / "model", seed=0, model_type=model_type, tied=tied, max_positions=LONG + 20)
     config = SGLangConfig(dtype=dtype, generate_timeout_s=120, sync_timeout_s=120, engine_args={"tp_size": tp_size})
     engine = SGLangEngine(config, index=0, seed=0, device="cpu", log_dir=directory / "logs", num_threads=1)
     info = engine.start(directory / "model")
@@ -191,7 +193,7 @@ def judged(served: Served, *, temperature: float, lowest: DType) -> torch.Tensor
 def poll_all(engine: SGLangEngine, count: int, *, into: dict[int, Generation] | None = None) -> dict[int, Generation]:
     """Poll until `count` completions are there, by ticket; each comes once."""
     got = {} if into is None else into
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(got) < count:
         assert time.monotonic() < deadline, f"{len(got)} of {count} came back"
         for ticket, generation in engine.poll(1.0):
@@ -211,20 +213,39 @@ def without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.sglang.engine.body_of", endless)
 
 
-def under_way(
-    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch, *, max_new_tokens: int = 400
-) -> list[GenerateRequest]:
+def under_way(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> list[GenerateRequest]:
     """Requests (tickets 0, 1, ...) that have their first tokens and most of their tokens still to come.
 
     The last request, of 8 tokens, is sampled in the same batches: when it comes back, the others have about as many.
     """
     without_end(monkeypatch)
-    requests = make_requests(PROMPTS, num_samples=8, max_new_tokens=max_new_tokens, seed=11)
+    requests = make_requests(PROMPTS, num_samples=8, max_new_tokens=LONG, seed=11)
     [short] = make_requests(PROMPTS[:1], max_new_tokens=8)
     engine.submit(range(len(requests) + 1), [*requests, short])
     [first] = poll_all(engine, 1)
     assert first == len(requests), "a short response waited for the long ones"
     return requests
+
+
+@contextmanager
+def stopped_until_sync(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The server samples nothing until a sync in the block calls it: no request ends while the sync is prepared."""
+    assert engine._server is not None
+    processes = [each for each in map(psutil.Process, engine._server.pids) if "scheduler" in each.name()]
+    post = engine._weights._post
+
+    def resume() -> None:
+        for process in processes:
+            process.resume()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._weights, "_post", lambda *arguments: (resume(), post(*arguments))[1])
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            resume()
 
 
 @contextmanager

@@ -204,7 +204,7 @@ def test_a_thread_that_hangs_is_reported_when_the_request_is_due(model_path, mon
     begin = time.monotonic()
     with pytest.raises(EngineError, match=r"generate_timeout_s=0\.3 .* 2 requests are unfinished"):
         engine.poll(20)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 15
     # The next thread has nothing to do with it, and what it still says is dropped.
     engine.load_weights(weights_of(engine._model, version=1))
     engine.submit([7], long_requests(1, max_new_tokens=5))

@@ -441,12 +441,12 @@ def test_a_row_that_cannot_be_sent_and_a_turn_that_is_not_awaited_cost_their_epi
 
         async def rollout(episode):
             if episode.prompt.startswith("1"):
-                asyncio.get_running_loop().create_task(episode.generate(max_new_tokens=4))
+                asyncio.get_running_loop().create_task(episode.generate())  # ends long after the function
                 await asyncio.sleep(0)
                 return
             await episode.generate(max_new_tokens=4)
     """)
-    first, *rest = make_requests(6, stop=())
+    first, *rest = make_requests(6, stop=(), max_new_tokens=400)
     generations = as_a_step(sampler, [replace(first, row={"deep": deep}), *rest])
     failed = [each.finish_reason is FinishReason.failed for each in generations]
     assert failed == [True, False, True, True, False, False]

@@ -59,6 +59,6 @@ def test_what_does_not_end_is_named(
     begin = time.monotonic()
     with pytest.raises(EngineError, match=rf"engine 3 start: processes \[{lost.pid}\] of the engine before"):
         worker.start(LostEngine(processes=mark_processes([lost.pid]), cache_tokens=None))
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 30
     lost.kill()
     lost.wait(10)

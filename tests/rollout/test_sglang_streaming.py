@@ -14,6 +14,7 @@ from sglang_cases import (
     make_requests,
     poll_all,
     reference_logprobs,
+    stopped_until_sync,
     tokens,
     under_way,
 )
@@ -83,12 +84,18 @@ def test_weights_in_flight_are_read_anew_and_every_token_says_which_sampled_it(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new = write_tiny_model(tmp_path / "new", seed=8)  # before the requests, which would end meanwhile
-    requests = under_way(served.engine, monkeypatch, max_new_tokens=150)
+    requests = under_way(served.engine, monkeypatch)
     old, old_version = served.model, served.version
-    served.load(new)
-    got = poll_all(served.engine, len(requests))
+    with stopped_until_sync(served.engine, monkeypatch):
+        served.load(new)
+    short = make_requests(PROMPTS, max_new_tokens=8)
+    served.engine.submit(range(500, 500 + len(short)), short)  # beside them, all are sampled on
+    got = poll_all(served.engine, len(short))
+    served.engine.abort(None)
+    poll_all(served.engine, len(requests) + len(short), into=got)
     mixed = 0
-    for ticket, generation in got.items():
+    for ticket in range(len(requests)):
+        generation = got[ticket]
         versions = torch.tensor(generation.token_versions)
         assert set(versions.tolist()) <= {old_version, served.version}
         assert versions.tolist() == sorted(generation.token_versions)
@@ -100,7 +107,7 @@ def test_weights_in_flight_are_read_anew_and_every_token_says_which_sampled_it(
         expected = torch.where(versions == old_version, before, after)
         assert (torch.tensor(generation.logprobs) - expected).abs().max() < 1e-4
     assert mixed >= 2, "no response was under way during the sync"
-    assert largest_gap(requests, served.engine.generate(requests), served.model, temperature=1.0) < 1e-4
+    assert largest_gap(short, [got[500 + i] for i in range(len(short))], served.model, temperature=1.0) < 1e-4
 
 
 def test_in_place_keeps_what_was_computed_but_no_later_request_sees_it(
@@ -108,12 +115,15 @@ def test_in_place_keeps_what_was_computed_but_no_later_request_sees_it(
 ) -> None:
     monkeypatch.setattr(served.engine._config, "pause_mode", PauseMode.in_place)
     new = write_tiny_model(tmp_path / "new", seed=9)  # before the requests, which would end meanwhile
-    requests = under_way(served.engine, monkeypatch, max_new_tokens=150)
+    requests = under_way(served.engine, monkeypatch)
     old, old_version = served.model, served.version
-    served.load(new)
+    with stopped_until_sync(served.engine, monkeypatch):
+        served.load(new)
     fresh = make_requests(PROMPTS, num_samples=2, seed=77)
     served.engine.submit(range(500, 500 + len(fresh)), fresh)
-    got = poll_all(served.engine, len(requests) + len(fresh))
+    got = poll_all(served.engine, len(fresh))
+    served.engine.abort(None)
+    poll_all(served.engine, len(requests) + len(fresh), into=got)
     stale = 0.0
     for ticket, request in enumerate(requests):
         versions = torch.tensor(got[ticket].token_versions)

@@ -23,6 +23,7 @@ def write_tiny_model(
     tied: bool = True,
     dtype: torch.dtype = torch.float32,
     vocab_size: int = VOCAB_SIZE,
+    max_positions: int = 512,
 ) -> PreTrainedModel:
     """Write a seeded random model (hidden 64, 2 layers, 4 heads, 2 KV heads) and return it.
 
@@ -33,6 +34,7 @@ def write_tiny_model(
         tied: whether lm_head shares the embedding.
         dtype: type in which the weights are stored.
         vocab_size: rows of the embedding.
+        max_positions: longest sum of prompt and response.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -45,7 +47,7 @@ def write_tiny_model(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=512,
+        max_position_embeddings=max_positions,
         bos_token_id=0,
         eos_token_id=EOS_TOKEN_ID,
         pad_token_id=None,

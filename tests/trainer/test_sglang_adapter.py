@@ -10,6 +10,7 @@ import pytest
 import torch
 from adapter_cases import PROMPTS, rank_and_engine, start_run
 from policy_cases import make_config, move_adapter
+from sglang_cases import LONG, stopped_until_sync
 from tiny_model import write_tiny_model
 from torch import Tensor
 
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.sglang
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, ...]]:
     """(config, OneRank, OneEngine) with the tensor parallelism of the parameter."""
     path = tmp_path_factory.mktemp("model")
-    write_tiny_model(path, model_type="qwen2", tied=True)
+    write_tiny_model(path, model_type="qwen2", tied=True, max_positions=LONG + 20)
     engine = SGLangConfig(dtype=DType.float32, engine_args={"tp_size": request.param})
     config = make_config(path, num_workers=1)
     policy = replace(config.policy, lora=LoraConfig(rank=4, alpha=8))
@@ -114,14 +115,17 @@ def test_responses_under_way_go_on_with_the_new_adapter(
         return body
 
     monkeypatch.setattr(rollout.sglang.engine, "body_of", endless)
-    asked = requests(max_new_tokens=100)
+    asked = requests(max_new_tokens=LONG)
     engine.submit([10, 11, 12, 13], asked)
     engines.generate(requests(max_new_tokens=2))
     move_adapter(policy.worker)
     for name, parameter in policy.worker._policy.model.named_parameters():
         if "lora_B" in name:
             parameter.data.to_local().mul_(-1)
-    sync_weights(policy, engines, policy_version=2)
+    with stopped_until_sync(engine, monkeypatch):
+        sync_weights(policy, engines, policy_version=2)
+    engines.generate(requests(max_new_tokens=2))
+    engine.abort(None)
     generations = wait_for([10, 11, 12, 13], engine.poll, others=[])
     new = scored(policy, asked, generations)
     for generation, mine in zip(generations, new, strict=True):

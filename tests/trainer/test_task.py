@@ -57,4 +57,4 @@ def test_a_hub_that_accepts_and_never_answers_is_named_within_a_deadline(
         begin = time.monotonic()
         with pytest.raises(StartError, match=r"got 'owner/model'\. .* the hub says .*timed out"):
             task.resolve_model(config, progress=silent_progress)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
