@@ -321,10 +321,11 @@ class CollectConfig(Checked):
 
     kind: ClassVar[str] = ""
     max_invalid_fraction: float = ruled(0.05, within(0, 1))
-    """Share of a step's samples that may be dropped (no log-prob, wrong version, abort) before the run stops."""
+    """Share of a step's samples that may be dropped (no log-prob, wrong version, abort) before the run stops. In an
+    evaluation so many responses may fail, and count as incorrect."""
     min_failed: int = ruled(8, at_least(0, "samples"))
-    """Number of samples of a step that a rollout function or an engine may fail to finish without that share counting,
-    unless all fail."""
+    """Number of responses of a step, or of an evaluation, that a rollout function or an engine may fail to finish
+    without that share counting, unless all fail."""
     over_sampling: float = ruled(1.0, at_least(1))
     """Number of prompts being sampled at the beginning of a step, as a multiple of batch.prompts_per_step."""
     order: CollectOrder = CollectOrder.submission

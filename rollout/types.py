@@ -151,7 +151,7 @@ def are_logprobs(values: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sample:
-    """One trainable token sequence, prompt and response."""
+    """One trainable token sequence, prompt and response; in an evaluation the prompt alone where no response came."""
 
     prompt_id: int
     sample_index: int
@@ -191,7 +191,7 @@ class Sample:
                 f"sample {self.prompt_id}/{self.sample_index}: token_ids, response_mask, rollout_logprobs and "
                 f"token_versions differ in length: {', '.join(map(str, lengths))}"
             )
-        if not self.response_mask.any():
+        if not self.response_mask.any() and self.finish_reason is not FinishReason.failed:
             raise ValueError(f"sample {self.prompt_id}/{self.sample_index}: no response token")
         if self.response_mask[0]:
             raise ValueError(f"sample {self.prompt_id}/{self.sample_index}: the first token cannot be a response")

@@ -6,6 +6,7 @@ prompts come from a list and not from the stream, and seeds belong to `EVALUATIO
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import Counter
@@ -16,11 +17,14 @@ import xxhash
 
 from rollout.collect.collect_stats import mean_parts
 from rollout.collect.dispatch import Sampler
-from rollout.collect.filters import invalid_reason
+from rollout.collect.filters import InvalidReason, invalid_reason
 from rollout.collect.requests import SeedSource, make_sample, sampling_params
 from rollout.config import SamplingConfig
+from rollout.engine import given_up
 from rollout.rewards import Scorer, Vote
 from rollout.types import FinishReason, GenerateRequest, Prompt, Sample, SampleGroup
+
+logger = logging.getLogger(__name__)
 
 EVALUATION_STEP = -1
 """Step number in sampling seeds of evaluations: no training step has it, and every evaluation draws the same seeds."""
@@ -38,13 +42,15 @@ class EvalPlan:
     """Number of sampled responses per prompt: k."""
     seed: int
     stop_token_ids: tuple[int, ...]
+    max_failed_fraction: float = 0.0
+    """Largest share of responses that may fail; they count as incorrect."""
     name: str = ""
     """Name of the set, so that two sets do not share draws; empty for the task's own held-out set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalResult:
-    """Accuracies of one evaluation. Lengths and truncation are over all responses, greedy and sampled."""
+    """Accuracies of one evaluation. Lengths and truncation are over all responses that came, greedy and sampled."""
 
     accuracy: float
     """Share of prompts whose greedy response is correct."""
@@ -57,6 +63,8 @@ class EvalResult:
     num_prompts: int
     num_samples: int
     """Number of sampled responses per prompt."""
+    num_failed: int
+    """Responses, greedy and sampled, that failed: each counts as incorrect."""
     response_tokens_mean: float
     truncated_frac: float
     policy_version: int
@@ -79,6 +87,8 @@ class EvalResult:
             "truncated_frac": self.truncated_frac,
             "policy_version": float(self.policy_version),
         }
+        if self.num_failed:
+            found["failed"] = float(self.num_failed)
         if self.num_samples > 1:
             found[f"avg@{self.num_samples}"] = self.accuracy_sampled
             found |= {f"pass@{k}": value for k, value in self.pass_at.items() if k > 1}
@@ -102,7 +112,8 @@ def evaluate(sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: 
     A seed depends on the plan's seed and name, the prompt and the index of the sample only: with a larger k the first
     samples stay the same.
 
-    Raises ValueError if there are no prompts, and RuntimeError if a response is invalid or versions are mixed: an
+    A response that failed is incorrect, up to plan.max_failed_fraction of them. Raises ValueError if there are no
+    prompts, and RuntimeError if more failed, a response is invalid for another reason or versions are mixed: an
     accuracy over part of the prompts could not be compared with another.
     """
     if not prompts:
@@ -113,20 +124,25 @@ def evaluate(sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: 
         raise RuntimeError(f"evaluation: {len(requests)} responses were asked for, {len(generations)} came back")
     policy_version = next((each.token_versions[0] for each in generations if each.token_versions), 0)
     groups = [SampleGroup(prompt=prompt) for prompt in prompts]
-    invalid: Counter[str] = Counter()
+    invalid: Counter[InvalidReason] = Counter()
     for position, (request, generation) in enumerate(zip(requests, generations, strict=True)):
         reason = invalid_reason(request, generation, policy_version=policy_version)
-        if reason is None:
-            groups[position // (1 + plan.num_samples)].samples.append(make_sample(request, generation))
-        else:
-            invalid[reason.name] += 1
-    if invalid:
-        reasons = ", ".join(f"{name} {count}" for name, count in invalid.items())
+        if reason is not None:
+            invalid[reason] += 1
+        if reason in (None, InvalidReason.failed):
+            sample = make_sample(request, generation if reason is None else given_up(request))
+            sample.correct = None if reason is None else False
+            groups[position // (1 + plan.num_samples)].samples.append(sample)
+    failed, where = invalid[InvalidReason.failed], f"evaluation at policy version {policy_version}"
+    if invalid.total() > failed or failed > plan.max_failed_fraction * len(requests):
+        reasons = ", ".join(f"{reason.name} {count} ({reason.value})" for reason, count in invalid.items())
         raise RuntimeError(
-            f"evaluation at policy version {policy_version}: {invalid.total()} of {len(requests)} responses are "
-            f"invalid: {reasons}. The warnings above say why, or the engine's log."
+            f"{where}: {invalid.total()} of {len(requests)} responses are invalid: {reasons}. The warnings above say "
+            f"why, or the engine's log. Up to collect.max_invalid_fraction={plan.max_failed_fraction} of them may fail."
         )
-    scorer.score(groups)
+    if failed:
+        logger.warning("%s: %d of %d responses failed and count as incorrect", where, failed, len(requests))
+    scorer.score([replace(group, samples=[each for each in group.samples if each.correct is None]) for group in groups])
     scorer.take_stats()  # what a step counts is its own
     return summarize(groups, scorer, num_samples=plan.num_samples, policy_version=policy_version)
 
@@ -157,7 +173,7 @@ def evaluation_requests(prompts: Sequence[Prompt], plan: EvalPlan) -> list[Gener
 
 def summarize(groups: list[SampleGroup], scorer: Scorer, *, num_samples: int, policy_version: int) -> EvalResult:
     """Scored responses -> EvalResult."""
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.samples if sample.num_response_tokens]
     sampled = [group.samples[GREEDY + 1 :] for group in groups]
     counts = [num_correct(each) for each in sampled]
     ks = sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
@@ -170,8 +186,9 @@ def summarize(groups: list[SampleGroup], scorer: Scorer, *, num_samples: int, po
         majority=statistics.fmean(majorities) if majorities else None,
         num_prompts=len(groups),
         num_samples=num_samples,
-        response_tokens_mean=sum(sample.num_response_tokens for sample in samples) / len(samples),
-        truncated_frac=sum(sample.finish_reason is FinishReason.length for sample in samples) / len(samples),
+        num_failed=len(groups) * (1 + num_samples) - len(samples),
+        response_tokens_mean=sum(sample.num_response_tokens for sample in samples) / max(1, len(samples)),
+        truncated_frac=sum(sample.finish_reason is FinishReason.length for sample in samples) / max(1, len(samples)),
         policy_version=policy_version,
         reward_mean=statistics.fmean(rewards) if rewards else None,
         reward_parts=mean_parts(sample for each in sampled for sample in each),

@@ -55,14 +55,18 @@ def parity(token_ids: list[int]) -> str:
     return "odd" if token_ids[0] % 2 else "even"
 
 
-def run(sampler, prompts=None, *, seed=0, num_samples=1, name=""):
+def run(sampler, prompts=None, *, seed=0, num_samples=1, name="", max_failed_fraction=0.0):
     scorer = Scorer(RewardConfig(), max_new_tokens=5, decode=parity)
     prompts = make_prompts() if prompts is None else prompts
-    return evaluate(sampler, prompts, scorer, make_plan(seed=seed, num_samples=num_samples, name=name))
+    plan = make_plan(seed=seed, num_samples=num_samples, name=name, max_failed_fraction=max_failed_fraction)
+    return evaluate(sampler, prompts, scorer, plan)
 
 
-def make_plan(*, seed=0, num_samples=1, name=""):
-    return EvalPlan(sampling=SAMPLING, num_samples=num_samples, seed=seed, stop_token_ids=STOP, name=name)
+def make_plan(*, seed=0, num_samples=1, name="", max_failed_fraction=0.0):
+    return EvalPlan(
+        sampling=SAMPLING, num_samples=num_samples, seed=seed, stop_token_ids=STOP, name=name,
+        max_failed_fraction=max_failed_fraction,
+    )  # fmt: skip
 
 
 class Recorder:
@@ -136,6 +140,48 @@ def test_two_evaluations_of_the_same_weights_agree_whatever_the_version(model_an
 def test_an_invalid_response_stops_the_evaluation(model_and_engine, damage, reason):
     with pytest.raises(RuntimeError, match=rf"1 of 60 responses are invalid: {reason}"):
         run(Recorder(model_and_engine[1], damage))
+
+
+def failing(positions):
+    """A sampler whose responses at these positions failed, with what they had by then."""
+
+    class Failing(Recorder):
+        def generate(self, requests):
+            generations = super().generate(requests)
+            for position in positions:
+                generations[position] = replace(generations[position], finish_reason=FinishReason.failed)
+            return generations
+
+    return Failing
+
+
+def test_responses_that_fail_are_incorrect_up_to_the_bound(model_and_engine, caplog):
+    engine = model_and_engine[1]
+    whole = run(engine)
+    right = [i for i, group in enumerate(whole.groups) if all(sample.correct for sample in group.samples)]
+    greedy, sampled = 2 * right[0], 2 * right[1] + 1
+    result = run(failing([greedy, sampled])(engine), max_failed_fraction=2 / 60)
+    assert "2 of 60 responses failed" in caplog.text
+    assert result.accuracy == pytest.approx(whole.accuracy - 1 / 30)
+    assert result.accuracy_sampled == pytest.approx(whole.accuracy_sampled - 1 / 30)
+    assert result.metrics()["eval/failed"] == 2 and "eval/failed" not in whole.metrics()
+    failed = result.groups[right[0]].samples[0]
+    assert (failed.finish_reason, failed.correct, failed.reward) == (FinishReason.failed, False, None)
+    came = [
+        s.num_response_tokens for g in result.groups for s in g.samples if s.finish_reason is not FinishReason.failed
+    ]
+    assert len(came) == 58 and result.response_tokens_mean == pytest.approx(sum(came) / 58)
+    # All others are scored as without the failures, and the seeds do not move.
+    assert result.groups[right[2]] == whole.groups[right[2]]
+
+
+def test_too_many_failures_and_one_of_another_kind_end_an_evaluation(model_and_engine):
+    engine = model_and_engine[1]
+    with pytest.raises(RuntimeError, match=r"3 of 60 .*failed 3 .*collect.max_invalid_fraction=0.03"):
+        run(failing([0, 1, 2])(engine), max_failed_fraction=0.03)
+    with pytest.raises(RuntimeError, match=r"2 of 60 .*(failed 1|abort 1)"):
+        run(failing([0])(engine, lambda g: replace(g, finish_reason=FinishReason.abort)), max_failed_fraction=0.5)
+    assert run(failing(range(60))(engine), max_failed_fraction=1.0).accuracy == 0
 
 
 def test_no_prompts_and_lost_responses(model_and_engine):

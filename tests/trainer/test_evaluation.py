@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_process import HEAVY, REFUSED_S
@@ -17,10 +19,11 @@ from algorithms.config import Problem
 from rollout.config import DType, TorchEngineConfig
 from rollout.data.data_files import BadRow
 from rollout.data.dataset import Dataset, StreamState
+from rollout.engine import given_up
 from rollout.rewards import Scorer
 from rollout.task_config import RewardConfig
 from rollout.torch.engine import TorchEngine
-from rollout.types import Prompt
+from rollout.types import GenerateRequest, Generation, Prompt
 from trainer.cli.evaluate import render_results, run_eval
 from trainer.cluster.bundles import required_bundles
 from trainer.cluster.placement import engines_only
@@ -40,11 +43,30 @@ def parity(token_ids: list[int]) -> str:
     return "odd" if token_ids[0] % 2 else "even"
 
 
+class OneFails:
+    """An engine whose first response of each set fails."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        return [given_up(requests[0]), *self._engine.generate(requests)[1:]]
+
+
 def test_every_set_is_evaluated_on_its_own(tmp_path: Path) -> None:
     save_policy(tmp_path)
     engine = TorchEngine(TorchEngineConfig(dtype=DType.float32), index=0, device="cpu", num_threads=None)
     engine.start(tmp_path)
-    config = config_of("eval.samples=2", "eval.max_prompts=20", "sampling.max_new_tokens=5", "rollout=torch")
+    config = config_of(
+        "eval.samples=2",
+        "eval.max_prompts=20",
+        "sampling.max_new_tokens=5",
+        "rollout=torch",
+        "collect.max_invalid_fraction=0.12",
+    )
     with closing(Scorer(RewardConfig(num_workers=1), max_new_tokens=5, decode=parity)) as scorer:
         task = Task(
             model_path=tmp_path,
@@ -57,7 +79,12 @@ def test_every_set_is_evaluated_on_its_own(tmp_path: Path) -> None:
             scorer=scorer,
         )
         results = evaluate_sets(config, task, engine)
+        with_failures = evaluation_metrics(evaluate_sets(config, task, OneFails(engine)))
+        config.collect.max_invalid_fraction = 0.1
+        with pytest.raises(RuntimeError, match="1 of 9 responses are invalid: failed 1"):
+            evaluate_sets(config, task, OneFails(engine))
     engine.stop()
+    assert [with_failures[f"eval/{name}"] for name in ("failed", "aime24/failed", "few/failed")] == [1, 1, 1]
     assert {name: result.num_prompts for name, result in results.items()} == {"heldout": 20, "aime24": 20, "few": 3}
     # The same prompts: greedy responses agree, sampled ones are drawn anew.
     first, second = ([g.samples for g in results[name].groups] for name in ("heldout", "aime24"))

@@ -64,6 +64,7 @@ def _plan(config: TrainConfig, task: Task, name: str) -> EvalPlan:
         num_samples=config.eval.samples,
         seed=config.run.seed,
         stop_token_ids=task.stop_token_ids,
+        max_failed_fraction=config.collect.max_invalid_fraction,
         name="" if name == HELDOUT else name,
     )
 
