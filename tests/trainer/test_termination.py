@@ -36,6 +36,22 @@ def test_the_first_signal_asks_and_the_second_ends(
     assert [signal.getsignal(number) for number in REQUESTS] == before
 
 
+def test_a_run_outside_of_the_main_thread_which_hears_no_signal_can_fail() -> None:
+    failed: list[ZeroDivisionError] = []
+
+    def run() -> None:
+        try:
+            with termination_requests() as termination, termination.named():
+                raise ZeroDivisionError
+        except ZeroDivisionError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert failed
+
+
 def test_two_signals_in_a_moment_are_one_request(capfd: pytest.CaptureFixture[str]) -> None:
     """GNU timeout sends SIGTERM to the process, and then to its group."""
     with termination_requests() as termination:

@@ -93,6 +93,8 @@ class Termination:
         self._closed = False
         self._lock = threading.RLock()  # a handler may interrupt a handler
         self._inbox, self._outbox = socket.socketpair()
+        for end in (self._inbox, self._outbox):  # here, because a run outside of the main thread does not listen
+            end.setblocking(False)
 
     @contextmanager
     def interruptible(self, then: str) -> Iterator[None]:
@@ -128,8 +130,6 @@ class Termination:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Hear the signals of the process while the block runs; in the main thread only."""
-        for end in (self._inbox, self._outbox):
-            end.setblocking(False)
         before = {number: signal.signal(number, self._handle) for number in REQUESTS}
         pipe_before = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="parity-termination", daemon=True).start()
