@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -21,9 +24,12 @@ from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.outputs import CheckpointConfig
 from trainer.policy.shards import ShardReport, file_shares
 from trainer.policy.worker import PolicyWorker
-from trainer.run.saving import MAX_CONSECUTIVE_FAILURES, Saver
+from trainer.run.guard import Guard
+from trainer.run.saving import MAX_CONSECUTIVE_FAILURES, Ending, Saver
 from trainer.rundir.checkpoint import CheckpointError, RunState, newest_checkpoint
 from trainer.rundir.sealed import FileRecord
+from trainer.rundir.termination import Termination
+from trainer.rundir.time_limit import TimeLimit
 from trainer.tracking.tracker import Tracker
 
 
@@ -53,6 +59,7 @@ class LoneGroup:
 
     worker: PolicyWorker
     slow: int = 0
+    is_whole: bool = True
     asked: list[bool] = field(default_factory=list)
     """Whether each save was to be written in the background."""
 
@@ -107,33 +114,25 @@ def wait_for_metrics(saving: Saver) -> dict[str, float | None]:
 def test_a_save_in_the_background_counts_once_it_is_written(worker: PolicyWorker, tmp_path: Path) -> None:
     lines: list[str] = []
     group = LoneGroup(worker, slow=2)
-    with saver(tmp_path, lines, asynchronous=True) as saving:
-        saving.save(as_group(group), state(1), last=False)
-        assert saving.commit_finished() == {}
-        assert saving.commit_finished() == {}
-        assert newest_checkpoint(tmp_path / "run") is None
-        metrics = saving.commit_finished()
-        assert set(metrics) == {"perf/checkpoint_exposed_s", "perf/checkpoint_write_s", "perf/checkpoint_mib"}
-        assert all(value is not None and value > 0 for value in metrics.values())
-        assert saving.commit_finished() == {}, "metrics of a save are told once"
-        group.slow = 5
-        saving.save(as_group(group), state(2), last=False)
-        saving.save(as_group(group), state(3), last=False)  # waits for the one before
-        assert saved_steps(tmp_path) == [".step_000003.unfinished", "step_000001", "step_000002"]
-        saving.save(as_group(group), state(4), last=True)
-        assert saved_steps(tmp_path)[-1] == "step_000004"
+    saving = saver(tmp_path, lines, asynchronous=True)
+    saving.save(as_group(group), state(1), last=False)
+    assert saving.commit_finished() == {}
+    assert saving.commit_finished() == {}
+    assert newest_checkpoint(tmp_path / "run") is None
+    metrics = saving.commit_finished()
+    assert set(metrics) == {"perf/checkpoint_exposed_s", "perf/checkpoint_write_s", "perf/checkpoint_mib"}
+    assert all(value is not None and value > 0 for value in metrics.values())
+    assert saving.commit_finished() == {}, "metrics of a save are told once"
+    group.slow = 5
+    saving.save(as_group(group), state(2), last=False)
+    saving.save(as_group(group), state(3), last=False)  # waits for the one before
+    assert saved_steps(tmp_path) == [".step_000003.unfinished", "step_000001", "step_000002"]
+    saving.save(as_group(group), state(4), last=True)
+    assert saved_steps(tmp_path)[-1] == "step_000004"
     assert group.asked == [True, True, True, False]
     flushed, saved = "rows on the disk", [f"saved step {step}" for step in (1, 2, 3, 4)]
     # The second save is told of when the third begins: only one is under way.
     assert [line.split(":")[0] for line in lines] == [word for line in saved for word in (flushed, line)]
-
-
-def test_what_is_under_way_when_a_run_fails_is_kept(worker: PolicyWorker, tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), saver(tmp_path, [], asynchronous=True) as saving:
-        saving.save(as_group(LoneGroup(worker, slow=9)), state(1), last=False)
-        raise ZeroDivisionError
-    found = newest_checkpoint(tmp_path / "run")
-    assert found is not None and found.state.step == 1
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -142,39 +141,150 @@ def test_a_full_disk_leaves_no_trace_and_the_third_time_ends_the_run(
 ) -> None:
     lines: list[str] = []
     group = as_group(LoneGroup(worker))
-    with saver(tmp_path, lines, asynchronous=asynchronous) as saving:
-        saving.save(group, state(1), last=False)
-        wait_for_metrics(saving)
-        with full_disk(2**14):
-            saving.save(group, state(2), last=False)
-            assert wait_for_metrics(saving) == {"perf/checkpoint_failures": 1.0}
-        assert saved_steps(tmp_path) == ["step_000001"]
-        assert "the checkpoint of step 2 was not written: rank 0" in caplog.text and "File too large" in caplog.text
-        assert "2 more may fail" not in caplog.text and "1 more may fail" in caplog.text
-        saving.save(group, state(3), last=False)  # there is space again, so the count begins again
-        wait_for_metrics(saving)
-        with full_disk(2**14):
-            for step in range(4, 4 + MAX_CONSECUTIVE_FAILURES - 1):
-                saving.save(group, state(step), last=False)
-                wait_for_metrics(saving)
-            with pytest.raises(CheckpointError, match=r"step 6 was not written: .*GiB free.*resume=auto"):
-                saving.save(group, state(6), last=False)
-                wait_for_metrics(saving)
+    saving = saver(tmp_path, lines, asynchronous=asynchronous)
+    saving.save(group, state(1), last=False)
+    wait_for_metrics(saving)
+    with full_disk(2**14):
+        saving.save(group, state(2), last=False)
+        assert wait_for_metrics(saving) == {"perf/checkpoint_failures": 1.0}
+    assert saved_steps(tmp_path) == ["step_000001"]
+    assert "the checkpoint of step 2 was not written: rank 0" in caplog.text and "File too large" in caplog.text
+    assert "2 more may fail" not in caplog.text and "1 more may fail" in caplog.text
+    saving.save(group, state(3), last=False)  # there is space again, so the count begins again
+    wait_for_metrics(saving)
+    with full_disk(2**14):
+        for step in range(4, 4 + MAX_CONSECUTIVE_FAILURES - 1):
+            saving.save(group, state(step), last=False)
+            wait_for_metrics(saving)
+        with pytest.raises(CheckpointError, match=r"step 6 was not written: .*GiB free.*resume=auto"):
+            saving.save(group, state(6), last=False)
+            wait_for_metrics(saving)
     assert saved_steps(tmp_path) == ["step_000001", "step_000003"]
 
 
 def test_the_last_save_must_be_written(worker: PolicyWorker, tmp_path: Path) -> None:
-    with saver(tmp_path, []) as saving, full_disk(2**14), pytest.raises(CheckpointError, match="was not written"):
-        saving.save(as_group(LoneGroup(worker)), state(1), last=True)
+    with full_disk(2**14), pytest.raises(CheckpointError, match="was not written"):
+        saver(tmp_path, []).save(as_group(LoneGroup(worker)), state(1), last=True)
 
 
 def test_a_directory_that_cannot_be_made_is_a_failed_save(worker: PolicyWorker, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file where the directory should be")
     lines: list[str] = []
-    with saver(tmp_path, lines) as saving:
-        saving.save(as_group(LoneGroup(worker)), state(1), last=False)
+    saver(tmp_path, lines).save(as_group(LoneGroup(worker)), state(1), last=False)
     assert "the checkpoint of step 1 was not written" in lines[1] and "checkpoints" in lines[1]
+
+
+# ---------------------------------------------------------------- the end of a run
+
+
+def ending(tmp_path: Path, group: LoneGroup, *, every: int = 3, asynchronous: bool = False) -> Ending:
+    """The end of a run of 9 steps that saves every third step."""
+    config = make_config(tmp_path / "model", num_workers=1)
+    config.run.dir, config.run.num_steps = str(tmp_path / "run"), 9
+    config.checkpoint.every, config.checkpoint.asynchronous = every, asynchronous
+    saving = Saver(config.checkpoint, run_dir=tmp_path / "run", tracker=cast(Tracker, Recorder(console=Lines([]))))
+    parts = {"policy": as_group(group), "saver": saving, "guard": Guard(), "limit": TimeLimit(None, "")}
+    return Ending(config=config, termination=Termination(), **parts)  # type: ignore[arg-type]
+
+
+def takes(run: Ending, steps: range) -> None:
+    """Take steps as `take_steps` does, without training."""
+    for step in steps:
+        with run.rollout(step):
+            pass
+        run.saver.keep(None)
+        kept = partial(state, step)
+        run.saver.keep(kept)
+        run.conclude(step, kept, step_s=1.0)
+
+
+@pytest.mark.parametrize(("last", "saves"), [(2, 1), (3, 1), (4, 2)])
+def test_a_failure_saves_the_last_step_unless_it_is_saved(
+    worker: PolicyWorker, tmp_path: Path, last: int, saves: int
+) -> None:
+    group = LoneGroup(worker)
+    run = ending(tmp_path, group)
+    with pytest.raises(ZeroDivisionError) as caught, run.last_step_saved():
+        takes(run, range(1, last + 1))
+        raise ZeroDivisionError
+    assert saved_steps(tmp_path)[-1] == f"step_{last:06d}" and len(group.asked) == saves
+    assert caught.value.__notes__ == [f"Step {last} is saved; go on with parity resume {tmp_path}/run"]
+
+
+def test_a_failure_of_a_run_that_saves_nothing_saves_nothing(worker: PolicyWorker, tmp_path: Path) -> None:
+    group = LoneGroup(worker)
+    run = ending(tmp_path, group, every=0)
+    with pytest.raises(ZeroDivisionError) as caught, run.last_step_saved():
+        takes(run, range(1, 3))
+        raise ZeroDivisionError
+    assert not group.asked and "No step is saved" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_is_under_way_at_the_end_of_a_run_is_kept(worker: PolicyWorker, tmp_path: Path, fails: bool) -> None:
+    group = LoneGroup(worker)
+    run = ending(tmp_path, group, asynchronous=True)
+    with suppress(ZeroDivisionError), run.last_step_saved():
+        group.slow = 9
+        takes(run, range(1, 4))
+        assert saved_steps(tmp_path) == [".step_000003.unfinished"]
+        if fails:
+            raise ZeroDivisionError
+    found = newest_checkpoint(tmp_path / "run")
+    assert found is not None and found.state.step == 3 and group.asked == [True]
+
+
+def test_a_save_that_fails_on_the_way_out_is_told_beside_the_error(worker: PolicyWorker, tmp_path: Path) -> None:
+    run = ending(tmp_path, LoneGroup(worker))
+    with full_disk(2**14), pytest.raises(ZeroDivisionError) as caught, run.last_step_saved():
+        takes(run, range(1, 3))
+        raise ZeroDivisionError
+    lost, way_on = caught.value.__notes__
+    assert "the checkpoint of step 2 was not written" in lost and way_on.startswith("No step is saved")
+
+
+def test_a_save_that_the_disk_did_not_take_is_tried_again_on_the_way_out(worker: PolicyWorker, tmp_path: Path) -> None:
+    run = ending(tmp_path, LoneGroup(worker))
+    with pytest.raises(ZeroDivisionError), run.last_step_saved():
+        with full_disk(2**14):
+            takes(run, range(1, 4))
+        assert saved_steps(tmp_path) == []
+        raise ZeroDivisionError
+    assert saved_steps(tmp_path) == ["step_000003"]
+
+
+def test_nothing_of_ranks_that_train_or_have_failed_is_saved(worker: PolicyWorker, tmp_path: Path) -> None:
+    group = LoneGroup(worker)
+    run = ending(tmp_path, group)
+    with pytest.raises(ZeroDivisionError), run.last_step_saved():
+        takes(run, range(1, 3))
+        run.saver.keep(None)
+        raise ZeroDivisionError
+    assert not group.asked
+    with pytest.raises(ZeroDivisionError) as caught, run.last_step_saved():
+        takes(run, range(1, 3))
+        group.is_whole = False
+        raise ZeroDivisionError
+    assert not group.asked and "a rank has failed" in caught.value.__notes__[0]
+
+
+def test_a_failure_after_the_training_waits_for_the_row_and_stays_the_first(
+    worker: PolicyWorker, tmp_path: Path
+) -> None:
+    for row_fails in (False, True):
+        run = ending(tmp_path, LoneGroup(worker))
+        with pytest.raises(ZeroDivisionError), run.last_step_saved():
+            takes(run, range(1, 2))
+            with run.after_row():
+                raise ZeroDivisionError
+            run.saver.keep(partial(state, 2))
+            if row_fails:
+                raise OSError("the row of the step cannot be written")
+            run.conclude(2, partial(state, 2), step_s=1.0)
+            pytest.fail("the run went on")
+        assert saved_steps(tmp_path) == ["step_000002"]
+        shutil.rmtree(tmp_path / "run")
 
 
 def draws() -> list[float]:

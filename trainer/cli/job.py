@@ -196,5 +196,6 @@ def failed(error: Exception, run_dir: Path, *, command: str) -> int:
         kept = f"The full traceback is in {log}."
     except OSError as unwritable:
         kept = f"The traceback cannot be written to {log} ({unwritable}):\n{trace}"
-    to_stderr(f"{command} failed: {redact_text(message)}\n{kept}\n")
+    notes = "".join(f"{redact_text(note)}\n" for note in getattr(error, "__notes__", ()))
+    to_stderr(f"{command} failed: {redact_text(message)}\n{kept}\n{notes}")
     return FAILED

@@ -13,7 +13,7 @@ import ray
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from rollout.engine import BroadcastError, WeightSyncError
+from rollout.engine import BroadcastError, EngineError, WeightSyncError
 from rollout.group.actor_calls import GRACE_S, LostWorkerError, WorkerError, WorkerProcess, gather, run_on
 from rollout.group.group_member import Published
 from rollout.group.residency import SharedGpu
@@ -72,6 +72,8 @@ class PolicyGroup:
         """The process of every rank, once they are ready."""
         self.num_answers = 0
         """Number of calls that every rank has answered."""
+        self.is_whole = True
+        """False once a call has failed on a rank: what the ranks hold then is not to be saved."""
         self._given_up = ""
         """Reason for which the watchdog has ended a rank; "" if it has ended none."""
         self._have_base: set[int] = set()
@@ -253,7 +255,8 @@ class PolicyGroup:
         limit_s = (self._step_timeout_s if deadline_s is None else deadline_s) + GRACE_S
         try:
             answers = gather(refs, names=self._names, phase=phase, deadline_s=limit_s, memory_note=self._memory_note)
-        except WorkerError as error:
+        except (WorkerError, EngineError) as error:
+            self.is_whole = False
             if self._given_up:
                 raise LostWorkerError(f"phase {phase}: {self._given_up}") from error
             raise

@@ -49,14 +49,14 @@ from trainer.run.evaluation import evaluate_sets, evaluation_metrics
 from trainer.run.guard import Guard, build_guard
 from trainer.run.notices import Notices
 from trainer.run.probe import probe_logprobs
-from trainer.run.saving import Saver
+from trainer.run.saving import Ending, Saver
 from trainer.run.step_timer import StepTimer
 from trainer.run.task import Task, data_notes, load_task, prompt_stream
 from trainer.rundir.checkpoint import Checkpoint, RunState
 from trainer.rundir.printed import printed_log
 from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config, takes_no_step, whole_checkpoint
 from trainer.rundir.run_dir import LOGS, METRICS_FILE, StartError
-from trainer.rundir.termination import RunTerminated, StoppedByGuard, Termination, termination_requests
+from trainer.rundir.termination import Termination, termination_requests
 from trainer.rundir.time_limit import TimeLimit, time_limit
 from trainer.tracking.console import Console
 from trainer.tracking.samples import TokenLog, sample_rows
@@ -83,7 +83,7 @@ class Run:
     dumper: StepDumper
     tracker: Tracker
     termination: Termination
-    limit: TimeLimit
+    ending: Ending
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,13 +177,8 @@ def run_steps(
                 tracker.console.line(str(used))
             # The evaluation before training, or one that a request gave up.
             owed = checkpoint is None or (is_evaluated(config, done) and not checkpoint.state.evaluation)
-            try:
+            with run.ending.last_step_saved():
                 take_steps(run, done=done, policy_version=policy_version, evaluates_first=owed)
-            except KeyboardInterrupt:  # in a rollout, which has changed nothing that is saved
-                if termination.request is None or termination.at_once:
-                    raise
-                run.saver.save_rest(run.policy)
-                raise termination.leave(RunTerminated(termination.request, step=termination.step)) from None
 
 
 def open_run(
@@ -199,7 +194,6 @@ def open_run(
 ) -> Run:
     """Start Ray, the policy and the engines; leaving `within` ends them, last in, first out."""
     cluster = within.enter_context(Cluster(config, log_dir=run_dir / LOGS))
-    saver = within.enter_context(Saver(config.checkpoint, run_dir=run_dir, tracker=tracker))
     within.enter_context(closing(task.scorer))
     policy = cluster.spawn_policy(task.model_path, task.critic_path)
     engines = cluster.spawn_engines(task.model_path, adapter=sent_adapter(config, task.model_path))
@@ -211,6 +205,7 @@ def open_run(
         Watchdog(policy, engines, file=stacks, longest_s=longest_call_s(config), say=tracker.console.line)
     )
     sampler = within.enter_context(with_episodes(engines, config.episode, model_path=task.model_path))
+    saver, guard = Saver(config.checkpoint, run_dir=run_dir, tracker=tracker), build_guard(config)
     return Run(
         config=config,
         task=task,
@@ -221,11 +216,11 @@ def open_run(
         prompts=prompts,
         collector=build_collector(config, task, sampler, prompts),
         saver=saver,
-        guard=build_guard(config),
+        guard=guard,
         dumper=StepDumper(config, run_dir, say=tracker.console.line),
         tracker=tracker,
         termination=termination,
-        limit=limit,
+        ending=Ending(config=config, policy=policy, saver=saver, guard=guard, termination=termination, limit=limit),
     )
 
 
@@ -235,44 +230,45 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
     If `evaluates_first`, the weights that the run begins with are evaluated, in a row of their own.
     """
     config, policy, engines, collector, tracker = run.config, run.policy, run.engines, run.collector, run.tracker
-    termination, kept = run.termination, "saved" if run.config.checkpoint.every else "not saved (checkpoint.every=0)"
     accounting = StepAccounting(config, look_at_hardware(run.task.model_path, policy, config.policy.lora))
     tracker.log_assumptions(accounting.assumptions())
     for line in accounting.slow_types():
         tracker.console.line(line)
     schedule = RolloutSchedule(config.schedule, collector, num_steps=config.run.num_steps)
     timer, notices = StepTimer(), Notices(config, is_resumed=done > 0)
-    termination.step = done
+    run.termination.step = done
     if evaluates_first:
         evaluate_before_step(run, done + 1, timer)
     else:
         tracker.console.training()
     for step in range(done + 1, config.run.num_steps + 1):
-        termination.then = f"step {step} is finished and {kept}{run.limit.pace}"
-        given_up = f"the rollout of step {step} is given up{f', step {step - 1} is {kept}' if step > 1 else ''}"
-        with termination.interruptible(given_up), timer.phase("rollout"), engines.resident():
+        with run.ending.rollout(step), timer.phase("rollout"), engines.resident():
             collected = collector.collect(step, policy_version)
             schedule.begin_next(step, policy_version)  # unless it is sync, the engines go on while the policy trains
         with timer.phase("pack"):
             batch = build_batch(config, collected, policy_version, cost=accounting.sequence_cost)
         dump_dir = run.dumper.begin(step)
+        run.saver.keep(None)
         with timer.phase("train"), policy.resident():
             report = policy.train(batch, step=step, dump_dir=dump_dir)
+        trained, policy_version = policy_version, policy_version + report.num_optimizer_steps
+        synced, evaluation = {}, {}
+        with run.ending.after_row():
+            with timer.phase("rollout"):
+                schedule.finish_next(step, trained)  # one_step_off: before the engines get new weights
+            with timer.phase("sync"):
+                synced = sync_weights(policy, engines, policy_version=policy_version).metrics()
+            if is_evaluated(config, step):
+                evaluation = evaluate_policy(run, timer, is_last=step == config.run.num_steps)
+        state = run_state(run, step, policy_version, evaluation)
+        run.saver.keep(state)
+        timer.reassign(collector.take_reward_s(), source="rollout", target="reward")
         timer.reassign(report.dump_s, source="train", target="dump")
         with timer.phase("dump"):
-            dumped = run.dumper.commit(dump_dir, report, step=step, policy_version=policy_version)
-        with timer.phase("rollout"):
-            schedule.finish_next(step, policy_version)  # one_step_off: before the engines get new weights
-        policy_version += report.num_optimizer_steps
-        with timer.phase("sync"):
-            sync = sync_weights(policy, engines, policy_version=policy_version)
-        timer.reassign(collector.take_reward_s(), source="rollout", target="reward")
-        evaluation = {}
-        if is_evaluated(config, step):
-            evaluation = evaluate_policy(run, timer, is_last=step == config.run.num_steps)
+            dumped = run.dumper.commit(dump_dir, report, step=step, policy_version=trained)
         with timer.phase("checkpoint"):
             saved = run.saver.commit_finished()
-        metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
+        metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | synced
         metrics |= episode_metrics(run.sampler) | evaluation | saved | dumped | timer.lap() | run.cluster.metrics()
         with timer.phase("log"):
             metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
@@ -285,34 +281,14 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
             tracker.log(step, metrics | judged, rows)
             tracker.log_histograms(step, report.histograms)
             tracker.log_events([*events, *notices.observe(step, metrics)])
-        termination.step = step
-        end = reason_to_end(run, step, step_s=metrics["time/step_s"] or 0.0)
-        last, every = end is not None or step == config.run.num_steps, config.checkpoint.every
-        state = run_state(run, step, policy_version, evaluation)
-        if run.guard.saves or (every and (last or step % every == 0)):
-            with timer.phase("checkpoint"), run.limit.saving():  # it counts only once it is whole and on the disk
-                run.saver.save(policy, state(), last=last)
-        elif every:
-            run.saver.keep(state)
-        if end is not None and step < config.run.num_steps:
-            raise end if isinstance(end, StoppedByGuard) else termination.leave(end)
+        with timer.phase("checkpoint"):
+            run.ending.conclude(step, state, step_s=metrics["time/step_s"] or 0.0)
 
 
 def evaluate_before_step(run: Run, step: int, timer: StepTimer) -> None:
     """Evaluate the weights that the run begins with, as a phase of its own: a failure is not one of the start."""
     run.tracker.console.phase(f"evaluating before step {step}")
     run.tracker.log_evaluation(step - 1, evaluate_policy(run, timer))
-
-
-def reason_to_end(run: Run, step: int, *, step_s: float) -> RunTerminated | None:
-    """The reason to end the run after `step`, which took `step_s` seconds, though steps are left; None to go on."""
-    # A signal may arrive at any time. The request is read once, so that the save and the end agree on it.
-    request = run.termination.request
-    if request is not None:
-        return RunTerminated(request, step=step)
-    if run.guard.stops:
-        return StoppedByGuard(step=step)
-    return run.limit.after(step, step_s=step_s)
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
@@ -338,7 +314,7 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
 
 def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, float | None]) -> Callable[[], RunState]:
     """Fix the state that a run resumed after `step` needs besides the state that the ranks hold; the call makes it."""
-    stream, collector, guard = run.prompts.state_dict(), run.collector.snapshot(), run.guard.state_dict()
+    stream, collector = run.prompts.state_dict(), run.collector.snapshot()
     return lambda: RunState(
         step=step,
         policy_version=policy_version,
@@ -346,7 +322,7 @@ def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, fl
         collector=collector(),
         wandb_run_id=run.tracker.wandb_run_id,
         evaluation=evaluation,
-        guard=guard,
+        guard=run.guard.state_dict(),  # of now: it observes the step after this state is fixed
         config=flat_config(run.config),
         model_mark=run.task.model_mark,
     )
@@ -398,14 +374,9 @@ def evaluate_policy(run: Run, timer: StepTimer, *, is_last: bool = False) -> dic
     """Accuracy on every evaluation set, greedy and sampled, as metrics; training goes on as if it had not been.
 
     What the engines sample for later steps goes on beside it, and is not waited for. A request to end gives the
-    evaluation up ({}), and a resumed run makes up for it; the `is_last` one of a run is finished.
+    evaluation up (KeyboardInterrupt), and a resumed run makes up for it; the `is_last` one of a run is finished.
     """
     then = "the evaluation is given up; what is trained is saved"
     until = nullcontext() if is_last else run.termination.interruptible(then)
-    try:
-        with until, timer.phase("eval"), run.engines.resident():
-            return evaluation_metrics(evaluate_sets(run.config, run.task, run.sampler))
-    except KeyboardInterrupt:
-        if run.termination.at_once:
-            raise
-        return {}
+    with until, timer.phase("eval"), run.engines.resident():
+        return evaluation_metrics(evaluate_sets(run.config, run.task, run.sampler))
