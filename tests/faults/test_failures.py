@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -189,6 +192,31 @@ def test_a_dead_rank_leaves_the_checkpoint_before_and_says_that_nothing_was_save
     run.flag.unlink()
     said = run.fails_after(saved)
     assert "policy 0 died" in said and "Nothing was saved on the way out: a rank has failed" in said
+
+
+@pytest.mark.slow
+@pytest.mark.scenario(40)
+def test_a_start_that_dies_leaves_a_completed_run_as_it_was(judged: Begin) -> None:
+    run = judged("run", "run.num_steps=1")
+    assert run.process.wait(ENDED_S) == 0, run.said
+    files = [run.run_dir / name for name in ("status.json", "metrics.jsonl", "config.yaml", "environment.json")]
+    before = [path.read_bytes() for path in files]
+    for moment in ("starting Ray", "every rank compares"):
+        died = subprocess.Popen(
+            [sys.executable, "-m", "trainer", "resume", str(run.run_dir), "run.num_steps=3"],
+            stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        assert died.stderr is not None
+        assert any(moment in line for line in died.stderr)
+        below = psutil.Process(died.pid).children(recursive=True)
+        died.send_signal(signal.SIGKILL)
+        died.communicate()
+        for process in below:
+            if process.is_running():
+                process.kill()
+        assert [path.read_bytes() for path in files] == before
+    assert json.loads(before[0])["status"] == "completed"
+    assert [row["step"] for row in run.resume("run.num_steps=2")] == [1, 2]
 
 
 @pytest.mark.slow

@@ -162,7 +162,6 @@ def run_steps(
             if checkpoint is not None:
                 tracker.console.line(f"every rank compares its share of {checkpoint.path.name} with the digests")
                 checkpoint = whole_checkpoint(config, run_dir, checkpoint, compare=run.policy.compare_files)
-                tracker.take_up(checkpoint.state)
             done, policy_version = restore(run, checkpoint)
             longest = max(len(prompt.token_ids) for prompt in task.dataset.train)
             with run.policy.resident():  # what does not fit into memory shows in the first minute
@@ -175,6 +174,8 @@ def run_steps(
                     config, task, run.policy, run.engines, policy_version=policy_version, noise=probe.mean_gap
                 )
                 tracker.console.line(str(used))
+            if checkpoint is not None:  # from here on, so that a start that dies leaves the run as it was
+                tracker.take_up(checkpoint.state)
             # The evaluation before training, or one that a request gave up.
             owed = checkpoint is None or (is_evaluated(config, done) and not checkpoint.state.evaluation)
             with run.ending.last_step_saved():

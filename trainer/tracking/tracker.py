@@ -97,6 +97,8 @@ class Tracker:
         self._tensorboard: TensorBoardSink | None = None
         self._last_step = None if resumed is None else resumed.step
         self._warned: set[str] = set()
+        self._has_begun = False
+        """False before `take_up`: a start that ends then leaves the files of the run as they were, its status too."""
 
     def __enter__(self) -> Tracker:
         resume = self._config.run.resume
@@ -112,7 +114,6 @@ class Tracker:
 
     def _open(self, aside: Path | None) -> None:
         """Begin the console, and the files of a new run; `aside` is the new place of an earlier run."""
-        self._write_status(None)
         self.console.__enter__()
         self.console.line(f"run directory: {self._run_dir}")
         if self._resumed is None:
@@ -144,6 +145,8 @@ class Tracker:
 
     def _begin(self, notes: Sequence[str]) -> None:
         """Write what the run is, open its files of rows and the trackers, and say `notes`."""
+        self._has_begun = True
+        self._write_status(None)
         environment = environment_record(sys.argv)
         if (first := first_start(self._run_dir)) is not None:
             environment = {"first_started_at": first} | environment
@@ -271,13 +274,14 @@ class Tracker:
         finally:  # also when a second signal ends the wait for W&B
             if self._tensorboard is not None:
                 self._best_effort("TensorBoard", self._tensorboard.close)
-            self._best_effort(STATUS_FILE, lambda: self._write_status(status))
+            if self._has_begun:
+                self._best_effort(STATUS_FILE, lambda: self._write_status(status))
             self._best_effort("console", lambda: self.console.close(failed=status != RunStatus.completed))
             self._release()
 
     def record_interrupted(self) -> None:
         """Write status.json for a run that is ended before it can close; does nothing if it has closed."""
-        if self._lock is not None:
+        if self._lock is not None and self._has_begun:
             self._write_status(RunStatus.interrupted)
 
     def _log_row(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, float]:
