@@ -44,6 +44,8 @@ class EvalPlan:
     stop_token_ids: tuple[int, ...]
     max_failed_fraction: float = 0.0
     """Largest share of responses that may fail; they count as incorrect."""
+    min_failed: int = 0
+    """Number of responses that may fail in any case, unless all do."""
     name: str = ""
     """Name of the set, so that two sets do not share draws; empty for the task's own held-out set."""
 
@@ -134,7 +136,8 @@ def evaluate(sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: 
             sample.correct = None if reason is None else False
             groups[position // (1 + plan.num_samples)].samples.append(sample)
     failed, where = invalid[InvalidReason.failed], f"evaluation at policy version {policy_version}"
-    if invalid.total() > failed or failed > plan.max_failed_fraction * len(requests):
+    most = max(plan.max_failed_fraction * len(requests), min(plan.min_failed, len(requests) - 1))
+    if invalid.total() > failed or failed > most:
         reasons = ", ".join(f"{reason.name} {count} ({reason.value})" for reason, count in invalid.items())
         raise RuntimeError(
             f"{where}: {invalid.total()} of {len(requests)} responses are invalid: {reasons}. The warnings above say "

@@ -53,7 +53,15 @@ MAX_SCORE = 1e15
 RESERVED_METRICS = frozenset(
     {"mean", "std", "min", "max", "accuracy", "generated_accuracy"}
     | {"timeouts", "crashes", "errors", "retries", "unscored"}
-    | {"reward_mean", "accuracy_sampled", "num_prompts", "response_tokens_mean", "truncated_frac", "policy_version"}
+    | {
+        "reward_mean",
+        "accuracy_sampled",
+        "num_prompts",
+        "response_tokens_mean",
+        "truncated_frac",
+        "policy_version",
+        "failed",
+    }
 )
 """Names that reward/<name> or eval/<name> has already; a number of the function must not take such a metric's place."""
 

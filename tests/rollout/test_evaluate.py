@@ -55,11 +55,11 @@ def parity(token_ids: list[int]) -> str:
     return "odd" if token_ids[0] % 2 else "even"
 
 
-def run(sampler, prompts=None, *, seed=0, num_samples=1, name="", max_failed_fraction=0.0):
+def run(sampler, prompts=None, *, seed=0, num_samples=1, name="", max_failed_fraction=0.0, min_failed=0):
     scorer = Scorer(RewardConfig(), max_new_tokens=5, decode=parity)
     prompts = make_prompts() if prompts is None else prompts
     plan = make_plan(seed=seed, num_samples=num_samples, name=name, max_failed_fraction=max_failed_fraction)
-    return evaluate(sampler, prompts, scorer, plan)
+    return evaluate(sampler, prompts, scorer, replace(plan, min_failed=min_failed))
 
 
 def make_plan(*, seed=0, num_samples=1, name="", max_failed_fraction=0.0):
@@ -182,6 +182,9 @@ def test_too_many_failures_and_one_of_another_kind_end_an_evaluation(model_and_e
     with pytest.raises(RuntimeError, match=r"2 of 60 .*(failed 1|abort 1)"):
         run(failing([0])(engine, lambda g: replace(g, finish_reason=FinishReason.abort)), max_failed_fraction=0.5)
     assert run(failing(range(60))(engine), max_failed_fraction=1.0).accuracy == 0
+    assert run(failing(range(59))(engine), min_failed=100).num_failed == 59
+    with pytest.raises(RuntimeError, match="60 of 60 responses are invalid"):
+        run(failing(range(60))(engine), min_failed=100)
 
 
 def test_no_prompts_and_lost_responses(model_and_engine):

@@ -65,6 +65,7 @@ def _plan(config: TrainConfig, task: Task, name: str) -> EvalPlan:
         seed=config.run.seed,
         stop_token_ids=task.stop_token_ids,
         max_failed_fraction=config.collect.max_invalid_fraction,
+        min_failed=config.collect.min_failed,
         name="" if name == HELDOUT else name,
     )
 
