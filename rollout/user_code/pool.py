@@ -230,11 +230,13 @@ class _Core:
     outage_since: float | None = None
     """Time at which the outage began; None outside of an outage."""
     probes: int = 0
-    """Calls that were made one at a time in this outage, and have failed; 0 as long as it is a suspicion."""
+    """Calls that were made one at a time in this outage, and have failed; below `_proof` it is a suspicion."""
     is_probing: bool = False
     """True if the call that is open is such a call."""
     probe_at: float = 0.0
     """Time of the next of them."""
+    last_failure: str = ""
+    """Why the last call that has failed did so."""
     known: bytes | None = None
     """An item whose call has succeeded: when calls fail, it tells more than one that has failed."""
     has_told: bool = False
@@ -328,8 +330,9 @@ class _Core:
         return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
 
     def _probe(self, now: float) -> list[Task]:
-        """What is tried in an outage: a new task, else an item whose call has succeeded before, else what waits."""
-        if self.waiting:
+        """What is tried in an outage: by turns a new task, which no cache of the function can answer, and an item whose
+        call has succeeded before, since all new ones may be bad; else what waits."""
+        if self.waiting and (self.known is None or self.probes % 2 == 0):
             return [self.waiting.popleft()]
         return self._next(1, now) if self.known is None else [Task(key=PROBE, item=self.known)]
 
@@ -423,6 +426,7 @@ class _Core:
 
     def _fail(self, task: Task, failure: Failure, message: str, *, proven: bool = False) -> None:
         """One try for a task has failed."""
+        self.last_failure = message
         task.tries += 1
         task.proven += proven
         if not self.has_told:
@@ -442,6 +446,11 @@ class _Core:
         if task.key != PROBE:
             heapq.heappush(self.paused, (time.monotonic() + pause_s, next(self.numbers), task))
 
+    @property
+    def _proof(self) -> int:
+        """Calls, made one at a time, that fail in an outage before anybody is told: one of them is of a good item."""
+        return 1 if self.known is None else 2
+
     def _is_outage(self, message: str) -> bool:
         """True if so many tasks have failed that the fault may be none of theirs; begins and prolongs an outage."""
         now, wait_s = time.monotonic(), self.config.outage_wait_s
@@ -453,7 +462,7 @@ class _Core:
             self.is_probing = False
             self.probes += 1
             self.probe_at = now + min(self.config.retry_pause_s * 2.0**self.probes, MAX_PAUSE_S)
-            if self.probes == 1:
+            if self.probes == self._proof:
                 logger.warning(
                     "%s: every call fails, the last with %s. The run waits until one succeeds, at most %g s "
                     "(%s.outage_wait_s)", self._name, message, wait_s, self.kind.section,
@@ -461,11 +470,11 @@ class _Core:
         return True
 
     def _succeed(self, task: Task) -> None:
-        self.num_failed = 0
+        self.num_failed, was_outage = 0, self.probes >= self._proof
         self.known = task.item if self.kind.read_question is None else None
         if self.outage_since is None:
             return
-        if self.probes:
+        if was_outage:
             logger.warning("%s: calls succeed again after %.0f s", self._name, time.monotonic() - self.outage_since)
             for held in [*self.alone, *(each for _, _, each in self.paused)]:
                 held.tries = held.proven = 0  # the outage was the cause
@@ -476,7 +485,8 @@ class _Core:
         if self.outage_since is None or time.monotonic() - self.outage_since <= self.config.outage_wait_s:
             return
         self.outage_since, self.num_failed = None, 0
-        self._give_up(Failure.error, f"no call succeeded for {self.config.outage_wait_s:g} s")
+        what = f"no call succeeded for {self.config.outage_wait_s:g} s, the last failed with {self.last_failure}"
+        self._give_up(Failure.error, what)
 
     def _give_up(self, failure: Failure, message: str) -> None:
         """End every task that has no call."""

@@ -290,10 +290,23 @@ def test_an_outage_that_lasts_too_long_ends_the_calls(pool_of, tmp_path):
     begin = time.monotonic()
     found = outcomes(pool, ["a"] * 40)
     assert {each.failure for each in found} == {Failure.error}
-    assert any(each.message == "no call succeeded for 1 s" for each in found)
+    told = "no call succeeded for 1 s, the last failed with ConnectionError: away (own_reward.py, line 6)"
+    assert any(each.message == told for each in found)
     assert 1.0 < time.monotonic() - begin < 30
     away.unlink()
     assert scores(pool, ["a"]) == [1.0], "the pool can go on"
+
+
+@pytest.mark.parametrize("head", ["async def", "def"])
+def test_a_row_of_bad_responses_longer_than_what_is_open_is_no_outage(pool_of, caplog, head):
+    pool = pool_of(
+        f"{head} reward(response):\n    return float(response)\n",
+        max_open_calls=4, max_tries=2, retry_pause_s=0.1, outage_wait_s=5.0,
+    )  # fmt: skip
+    found = outcomes(pool, ["1", *["bad"] * 60, "1"])
+    assert [each.value and each.value.score for each in found] == [1.0, *[None] * 60, 1.0]
+    assert all("could not convert" in each.message for each in found[1:-1]), "none was given up for an outage"
+    assert "every call fails" not in caplog.text
 
 
 def test_single_failures_are_no_outage(pool_of, tmp_path):
