@@ -79,10 +79,13 @@ def load_function(function: str, *, key: str) -> object:
     # Modules beside the file, and in the working directory, can be imported; their directories come last on the path,
     # so that they hide no module of Parity.
     sys.path += [place for place in (str(path.parent), str(Path.cwd())) if place not in sys.path]
-    spec = importlib.util.spec_from_file_location(f"parity_custom_{path.stem}", path)
+    # Under its own name, if no other module has it, processes that the function starts can import it.
+    own = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    name_of_module = path.stem if own is not None and own.origin == str(path) else f"parity_custom_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name_of_module, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{key}={function}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name_of_module] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
     spec.loader.exec_module(module)
     found = getattr(module, name, None)
     if not callable(found):

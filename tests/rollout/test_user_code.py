@@ -105,6 +105,36 @@ def test_a_function_that_computes_may_start_a_loop_of_its_own(pool_of):
     assert scores(pool, ["1", "2", "3"]) == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_function_can_give_work_to_processes_of_its_own(pool_of, start):
+    pool = pool_of(f"""
+        import multiprocessing
+
+        def score(response):
+            return float(response)
+
+        def reward(responses):
+            with multiprocessing.get_context({start!r}).Pool(1) as processes:
+                return processes.map(score, responses)
+    """)
+    assert scores(pool, ["1", "2"]) == [1.0, 2.0]
+
+
+def test_the_file_of_a_function_can_hold_a_dataclass_whose_types_are_text(pool_of):
+    pool = pool_of("""
+        from __future__ import annotations
+        from dataclasses import dataclass
+
+        @dataclass
+        class Verdict:
+            score: float
+
+        def reward(response):
+            return Verdict(float(response)).score
+    """)
+    assert scores(pool, ["1"]) == [1.0]
+
+
 def test_an_object_that_is_called_with_await_is_an_async_function(pool_of):
     pool = pool_of("""
         import asyncio
