@@ -15,7 +15,7 @@ from rollout.engine import wait_for
 from rollout.episodes.config import EpisodeConfig
 from rollout.episodes.sampler import EPISODES, EpisodeSampler
 from rollout.episodes.vocabulary import Vocabulary
-from rollout.processes.child_process import START_TIMEOUT_S, ChildStartError
+from rollout.processes.child_process import START_TIMEOUT_S, ChildStartError, with_remedy
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
 from rollout.user_code.pool import UserCodeError
 from rollout.user_code.worker import Said, Worker
@@ -46,7 +46,7 @@ def load_problem(function: str) -> str:
         return f"it was not loaded within {START_TIMEOUT_S:g} s"
     finally:
         worker.kill()
-    return f"its process {worker.death().text}" if line is None else str(orjson.loads(line).get("failed", ""))
+    return f"its process {worker.death().text}" if line is None else with_remedy(orjson.loads(line).get("failed", ""))
 
 
 def try_episode(config: EpisodeConfig, prompt: Prompt, sampling: SamplingParams, tokenizer_file: Path) -> Trial:

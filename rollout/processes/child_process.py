@@ -206,6 +206,13 @@ def child_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in allowed or not is_secret_name(name)}
 
 
+def with_remedy(failure: str) -> str:
+    """The text of a failure; if it names variables that `child_environment` leaves out, with the way to give them."""
+    missing = ",".join(sorted(name for name in os.environ.keys() - child_environment().keys() if name in failure))
+    remedy = f". A function is not given variables with names of secrets, unless {ENVIRONMENT_NAMES}={missing} is set"
+    return failure + remedy * bool(missing)
+
+
 def _read(
     output: IO[bytes], hear: Callable[[bytes | None], None], unheard: Callable[[], int], killed: threading.Event
 ) -> None:

@@ -34,6 +34,7 @@ from rollout.processes.child_process import (
     ChildStartError,
     Death,
     described,
+    with_remedy,
 )
 from rollout.task_config import CallsConfig
 from rollout.user_code.mark import NOBODY
@@ -378,7 +379,7 @@ class _Core:
                 worker.items, worker.overlaps = items, overlaps
                 self.was_loaded, self.lost_loading = True, 0
             case {"failed": str(text)} if not worker.items:
-                self._lose_loading(worker, text, is_final=not self.was_loaded)
+                self._lose_loading(worker, with_remedy(text), is_final=not self.was_loaded)
             case {"call": int(number), **said}:
                 if (call := worker.calls.get(number)) is not None:  # else nobody waits for it any more
                     self._step(worker, call, said, at)
@@ -409,7 +410,7 @@ class _Core:
         del worker.calls[call.number]
         for task, reply, value in zip(call.tasks, replies, values, strict=True):
             failure = Failure.timeout if reply.get("late") else Failure.error
-            message = str(reply.get("error"))[:MAX_ERROR_CHARS]
+            message = with_remedy(str(reply.get("error"))[:MAX_ERROR_CHARS])
             if "error" not in reply:
                 self._succeed(task)
                 self._tell(Ended(task.key, Outcome(value)))

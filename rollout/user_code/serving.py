@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+import sysconfig
 import traceback
 import types
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -35,7 +36,8 @@ Reply = dict[str, Any]
 Ask = Callable[[Any], Awaitable[Any]]
 """Sends a question of a call to the parent and returns the answer."""
 
-_ROLLOUT = str(Path(__file__).parents[1])
+_FOREIGN = ("<", str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+"""Beginnings of the files whose code is not the user's own: Parity, Python, packages."""
 _call: ContextVar[int] = ContextVar("call", default=NOBODY)
 """The call to which the running task belongs; a task that user code starts takes it over."""
 
@@ -73,7 +75,7 @@ def serve(load: Load) -> None:
             is_async = is_async_function(function)
             work = runner.run(_loaded(load, function, *more)) if is_async else load(function, *more)
         except Exception as error:
-            pipes.say({"failed": described(error)})
+            pipes.say({"failed": raised(error)})
             return
         if isinstance(work, Blocking):
             pipes.say({"ready": work.items, "overlap": False})
@@ -203,9 +205,11 @@ class _Exit(Exception):
 
 
 def raised(error: BaseException) -> str:
-    """A text about an exception of user code: one line, with the file and line that raised it."""
+    """A text about an exception of user code: one line, with the last line of the user's own that led to it."""
     if isinstance(error, _Exit):
         return str(error)
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_ROLLOUT)]
+    while isinstance(error, BaseExceptionGroup):  # of a TaskGroup; its own text names no cause
+        error = error.exceptions[0]
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_FOREIGN)]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{described(error)}{place}"

@@ -202,6 +202,20 @@ def test_secrets_are_not_in_the_environment_of_a_worker(pool_of, monkeypatch):
     assert scores(pool_of(source), ["JUDGE_API_KEY", "HF_TOKEN"]) == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("where", ["key = os.environ['JUDGE_API_KEY']", ""])
+def test_a_secret_that_a_function_misses_is_told_with_the_way_to_give_it(pool_of, monkeypatch, where):
+    monkeypatch.setenv("JUDGE_API_KEY", "planted")
+    source = f"{where}\ndef reward(response):\n    return float(os.environ['JUDGE_API_KEY'] == response)\n"
+    try:
+        [outcome] = outcomes(pool_of(source), ["planted"])
+        told = outcome.message
+    except UserCodeError as error:
+        told = str(error)
+    assert "KeyError: 'JUDGE_API_KEY' (own_" in told and f"{ENVIRONMENT_NAMES}=JUDGE_API_KEY" in told
+    monkeypatch.setenv(ENVIRONMENT_NAMES, "JUDGE_API_KEY")
+    assert scores(pool_of(source), ["planted"]) == [1.0]
+
+
 def test_files_of_a_worker_are_bounded(pool_of):
     pool = pool_of("""
         import resource

@@ -257,7 +257,8 @@ def test_a_function_for_many_that_forgets_one_fails_for_all(pool_of):
         ),
         ("def reward(prompts, completions, **kwargs): return [1.0]", "Here completions is responses."),  # TRL
         ("def reward(respnse, answer): return 1.0", "Here respnse is response."),
-        ("import nothing_of_this_name", "ModuleNotFoundError"),
+        ("import nothing_of_this_name", "No module named 'nothing_of_this_name' (own_reward.py, line 1)"),
+        ("\nimport json\njson.loads('')", "(own_reward.py, line 3)"),  # not the line of a library
         ("def reward(:", "SyntaxError"),
     ],
 )
@@ -274,12 +275,30 @@ def test_a_function_that_cannot_be_used_is_an_error_with_its_name(pool_of, sourc
     "head", ["def reward(response, answer)", "def reward(responses, answers)", "async def reward(response, answer)"]
 )
 def test_what_a_function_raises_is_told_with_its_line(pool_of, head):
-    pool = pool_of(f"{head}:\n    scale = 0\n    return 1 / scale\n")
+    pool = pool_of(f"from fractions import Fraction\n{head}:\n    scale = 0\n    return Fraction(1, scale)\n")
     pool.submit(0, {"response": "", "answer": "", "prompt": ""})
     found = {}
     while not found:
         found = ended(pool, 60.0)
-    assert found[0].message == "ZeroDivisionError: division by zero (own_reward.py, line 3)"
+    assert found[0].message == "ZeroDivisionError: Fraction(1, 0) (own_reward.py, line 4)"
+
+
+def test_of_a_task_group_the_first_cause_is_told(pool_of):
+    pool = pool_of("""
+        import asyncio
+
+        async def ask():
+            raise ConnectionError("refused")
+
+        async def reward(response):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(ask())
+    """)
+    pool.submit(0, {"response": "", "answer": "", "prompt": ""})
+    found = {}
+    while not found:
+        found = ended(pool, 60.0)
+    assert found[0].message == "ConnectionError: refused (own_reward.py, line 5)"
 
 
 def test_workers_die_with_the_process_that_started_them(tmp_path):
