@@ -324,8 +324,8 @@ class Collector:
         raise RuntimeError(
             f"step {step}: {stats.samples_dropped.total()} of {stats.samples_generated} samples are invalid, more than "
             f"collect.max_invalid_fraction={self._collect.max_invalid_fraction}: {reasons}. Expected policy version "
-            f"{policy_version}, got {sorted(stats.seen_versions)}. Look at the engine's log; a higher "
-            "collect.max_invalid_fraction drops more samples instead of stopping."
+            f"{policy_version}, got {sorted(stats.seen_versions)}. The warnings above say why, or the engine's log; "
+            "a higher collect.max_invalid_fraction drops more samples instead of stopping."
         )
 
     def _too_few(self, step: int) -> str:

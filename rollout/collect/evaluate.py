@@ -146,7 +146,9 @@ def evaluate(sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: 
     if failed:
         logger.warning("%s: %d of %d responses failed and count as incorrect", where, failed, len(requests))
     scorer.score([replace(group, samples=[each for each in group.samples if each.correct is None]) for group in groups])
-    scorer.take_stats()  # what a step counts is its own
+    if unscored := scorer.take_stats().unscored:  # what a step counts is its own
+        text = "%s: %d of %d responses have no reward and count as incorrect"
+        logger.warning(text, where, unscored, len(requests))
     return summarize(groups, scorer, num_samples=plan.num_samples, policy_version=policy_version)
 
 

@@ -274,7 +274,10 @@ def with_episodes(sampler: Sampler, config: EpisodeConfig, *, model_path: Path) 
     if not tokenizer_file.is_file():
         raise ValueError(f"episode.function={config.function} needs a fast tokenizer: {tokenizer_file} does not exist")
     with closing(EpisodeSampler(sampler, config, tokenizer_file=tokenizer_file)) as episodes:
-        yield episodes
+        try:
+            yield episodes
+        finally:
+            episodes.take_stats().warn()  # the failures that have ended a run in the middle of a step
 
 
 def episode_metrics(sampler: Sampler) -> dict[str, float | None]:

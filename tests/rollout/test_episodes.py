@@ -22,7 +22,7 @@ from rollout.data.arithmetic import TOKENS, save_tokenizer
 from rollout.engine import wait_for
 from rollout.episodes.config import EpisodeConfig
 from rollout.episodes.running import turn_seed
-from rollout.episodes.sampler import EPISODES, EpisodeSampler
+from rollout.episodes.sampler import EPISODES, EpisodeSampler, with_episodes
 from rollout.episodes.trial import try_episode
 from rollout.episodes.vocabulary import Vocabulary
 from rollout.torch.engine import TorchEngine
@@ -254,6 +254,16 @@ def test_an_episode_whose_function_raises_is_dropped_by_name(episodes, function,
     assert {each.finish_reason for each in as_a_step(sampler, make_requests(stop=()))} == {FinishReason.failed}
     stats = sampler.take_stats()
     assert stats.failed == 6 and message in stats.last_failure
+
+
+def test_failures_that_end_a_run_in_the_middle_of_a_step_are_told(engine, model_path, tmp_path, caplog):
+    path = tmp_path / "own.py"
+    path.write_text("async def rollout(episode):\n    raise ValueError('my bad')\n", encoding="utf-8")
+    config = EpisodeConfig(function=f"{path}:rollout", max_tries=1)
+    with pytest.raises(KeyError), with_episodes(Tickets(engine), config, model_path=model_path) as sampler:
+        wait_for(sampler.submit(make_requests(3)), sampler.poll, others=[])
+        raise KeyError
+    assert "3 of 3 episodes failed; the last was prompt" in caplog.text and "ValueError: my bad (own.py" in caplog.text
 
 
 @pytest.mark.parametrize(

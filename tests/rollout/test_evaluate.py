@@ -187,6 +187,18 @@ def test_too_many_failures_and_one_of_another_kind_end_an_evaluation(model_and_e
         run(failing(range(60))(engine), min_failed=100)
 
 
+def test_responses_that_the_judge_could_not_score_are_told(model_and_engine, tmp_path, caplog):
+    path = tmp_path / "judge.py"
+    path.write_text("def reward(response):\n    if response == 'odd':\n        raise OSError\n    return 1.0\n")
+    config = RewardConfig(function=f"{path}:reward", max_tries=1, outage_wait_s=0.0, min_failed=60, num_workers=1)
+    scorer = Scorer(config, max_new_tokens=5, decode=parity)
+    with closing(scorer):
+        result = evaluate(model_and_engine[1], make_prompts(), scorer, make_plan())
+    odd = 60 - round(30 * (result.accuracy + result.accuracy_sampled))
+    assert 0 < odd < 60
+    assert f"{odd} of 60 responses have no reward and count as incorrect" in caplog.text
+
+
 def test_no_prompts_and_lost_responses(model_and_engine):
     engine = model_and_engine[1]
     with pytest.raises(ValueError, match="no held-out prompts"):

@@ -69,10 +69,13 @@ def test_a_correction_that_rejects_every_token_is_named() -> None:
     assert severity is Severity.warn and "the correction rejects every token" in text
 
 
-def test_a_reward_that_fails_on_responses_is_told_once() -> None:
+def test_each_way_in_which_a_reward_fails_on_responses_is_told_once() -> None:
     failed = PARTIAL | {"reward/generated_accuracy": 0.5, "reward/timeouts": 13.0, "reward/errors": 1.0}
-    [(step, severity, text)] = told(OWN, [PARTIAL | {"reward/generated_accuracy": 0.5}, failed, failed])
-    assert (step, severity) == (2, Severity.warn)
+    lost = failed | {"reward/unscored": 2.0}
+    found = told(OWN, [PARTIAL | {"reward/generated_accuracy": 0.5}, failed, failed, lost, lost])
+    [(step, severity, text), (later, _, more)] = found
+    assert (step, later, severity) == (2, 4, Severity.warn)
+    assert "2 left a response without a reward" in more
     assert text == (
         "calls of the reward function failed in this step: 13 took longer than reward.timeout_s; 1 raised, or gave no "
         "number. Every step counts them in reward/timeouts, reward/errors"

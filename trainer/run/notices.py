@@ -35,7 +35,7 @@ _FAILURES = {
 
 
 class Notices:
-    """Reads the metrics of every step; says each thing at most once."""
+    """Reads the metrics of every step; says each thing, and each kind of failure, at most once."""
 
     def __init__(self, config: TrainConfig, *, is_resumed: bool = False) -> None:
         """A resumed run does not say again what it said about correct responses."""
@@ -44,7 +44,8 @@ class Notices:
         self._group_is_baseline = config.min_group_size > 1
         self._promises_bits = config.rollout.exact and config.max_lag_steps == 0
         self._idle_steps = 0
-        self._warns = self._warns_of_failures = True
+        self._warns = True
+        self._told_failures: set[str] = set()
 
     def observe(self, step: int, row: Mapping[str, float | None]) -> list[Event]:
         """The events of `step`, by its metrics."""
@@ -52,8 +53,8 @@ class Notices:
         rewards = f"{low:.3g} to {high:.3g}"
         found: list[Event] = []
         failures = {name: int(row.get(name) or 0) for name in _FAILURES}
-        if self._warns_of_failures and any(failures.values()):
-            self._warns_of_failures = False
+        if {name for name, n in failures.items() if n} - self._told_failures:
+            self._told_failures |= {name for name, n in failures.items() if n}
             said = [f"{n} {_FAILURES[name]}" for name, n in failures.items() if n]
             counted = ", ".join(name for name, n in failures.items() if n)
             text = f"calls of the reward function failed in this step: {'; '.join(said)}. Every step counts them in "
