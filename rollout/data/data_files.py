@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import functools
 import glob
 import json
 import math
@@ -39,6 +40,9 @@ PACKED_HEADS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\
 """First bytes of gzip, bz2, xz, zstd and zip files, and of parquet files, which are no text."""
 SHORT_FLOATS: Mapping[str | None, type] = {"float16": np.float16, "float32": np.float32}
 """Type of a column -> type whose text is the shortest that means the number."""
+TEXT_CELLS: Mapping[str, Any] = {"converters": dict.fromkeys(range(1000), str), "keep_default_na": False}
+"""Options for a reader of csv: the cells of every column, by its position, are text. CSV has no types: guessed ones
+would turn 007 into 7, NA into null and, beside an empty cell, 42 into 42.0."""
 SHOWN_CHARS = 1000
 """Characters that are kept of a line that cannot be read."""
 
@@ -242,7 +246,8 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
     # Imported here because the import takes seconds and the built-in task does not need it.
     import datasets
 
-    options = _text_columns(path) if suffix == ".csv" else {}
+    if suffix == ".csv":
+        _refuse_same_names(path)
     # A private cache, so that no stale data are read and no files are left in the user's home.
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache, _without_bars():
         try:
@@ -255,7 +260,7 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
                 split="train",
                 cache_dir=cache,
                 keep_in_memory=True,
-                **options,
+                **(TEXT_CELLS if suffix == ".csv" else {}),
             )
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
             raise ValueError(f"{path} could not be read: {error.__cause__ or error}") from error
@@ -344,8 +349,8 @@ def _as_written(kind: Any) -> Callable[[Any], Any] | None:
     return lambda value: None if value is None else float(str(short(value)))
 
 
-def _header(path: Path) -> list[str]:
-    """Column names of a csv file."""
+def _refuse_same_names(path: Path) -> None:
+    """Raise ValueError for a csv file with two columns of one name."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             names = next(csv.reader(file), [])
@@ -353,12 +358,12 @@ def _header(path: Path) -> list[str]:
         raise ValueError(f"{path} could not be read: {error}") from error
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{path} has two columns of the name {', '.join(twice)}. Rename one.")
-    return names
 
 
 def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterator[RawRow]:
     """Rows of a split of a data set on the hub, or of a local directory in the form of one."""
     import datasets
+    from datasets.packaged_modules.csv.csv import CsvConfig
     from huggingface_hub import logging as hub_logging
 
     from rollout.data.hub import limit_silence
@@ -367,8 +372,6 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
     hub_logging.set_verbosity_error()  # a hub out of reach is one error below, not a warning per try
     directory = Path(repo)
     is_local = directory.is_dir()
-    csv_files = _csv_files(directory) if is_local else []
-    options = _text_columns(csv_files[0]) if csv_files else {}
     # A downloaded data set is cached; a local directory is read anew, because it may have changed.
     # A download keeps its bars.
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache, _without_bars(hides=is_local):
@@ -376,36 +379,27 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
             if is_local and is_saved(directory):
                 table = _saved_table(directory, split)
             else:
-                table = datasets.load_dataset(
+                find = functools.partial(
+                    datasets.load_dataset_builder,
                     str(directory) if is_local else repo,
                     name,
-                    split=split,
                     cache_dir=cache if is_local else None,
-                    **options,
                 )
+                builder = find()
+                # Only a data set that declares types has them.
+                if isinstance(builder.config, CsvConfig) and builder.info.features is None:
+                    builder = find(**TEXT_CELLS)
+                builder.download_and_prepare()
+                table = builder.as_dataset(split=split)
         except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
             raise ValueError(
                 f"{source}: {error}. If this machine cannot reach the hub, run `hf download {repo} --repo-type dataset "
                 f"--local-dir DIR` where one can, bring DIR here, and use DIR{f':{name}' if name else ''}@{split}; "
                 "for a private or gated data set, `hf auth login` first."
             ) from error
-        except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:  # a script is the last
             raise ValueError(f"{source} could not be read: {error.__cause__ or error}") from error
         yield from _table_rows(table.iter(batch_size=BATCH_ROWS), table.features)
-
-
-def _csv_files(directory: Path) -> list[Path]:
-    """The csv files of a directory whose rows lie in such files alone; else none."""
-    files = {path: path.suffix.lower() for path in sorted(directory.rglob("*")) if path.suffix.lower() in READERS}
-    return list(files) if set(files.values()) == {".csv"} else []
-
-
-def _text_columns(path: Path) -> dict[str, Any]:
-    """Options for a reader of csv: every cell is text.
-
-    CSV has no types: guessed ones would turn 007 into 7, NA into null and, beside an empty cell, 42 into 42.0.
-    """
-    return {"converters": dict.fromkeys(_header(path), str), "keep_default_na": False}
 
 
 def _saved_table(directory: Path, split: str) -> Any:

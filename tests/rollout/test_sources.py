@@ -4,6 +4,7 @@ import gzip
 import json
 from datetime import date
 from decimal import Decimal
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -121,6 +122,34 @@ def test_cells_of_csv_are_text_wherever_the_file_lies(tmp_path, tokenizer):
     path = write_rows(tmp_path / "csv" / "train.csv", rows)
     for source in (path, tmp_path / "csv@train"):
         assert [each.answer for each in load_dataset(config(source), tokenizer).train] == ["007", "NA", "1"]
+    text = Path(path).read_text(encoding="utf-8")
+    for name, content in (
+        ("tabs.tsv", text.replace(",", "\t").encode()),
+        ("packed.csv.gz", gzip.compress(text.encode())),
+    ):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / name).write_bytes(content)
+        (directory / "dataset_infos.json").write_text("{}")
+        assert [each.answer for each in load_dataset(config(f"{directory}@train"), tokenizer).train] == [
+            "007",
+            "NA",
+            "1",
+        ]
+
+
+def test_types_that_a_data_set_declares_hold_for_its_csv(tmp_path, tokenizer):
+    features = "dataset_info:\n  features:\n  - name: question\n    dtype: string\n  - name: answer\n    dtype: int64\n"
+    (tmp_path / "README.md").write_text(f"---\n{features}  - name: hops\n    dtype: int64\n---\n")
+    write_rows(tmp_path / "train.csv", [{"question": "a", "answer": "7", "hops": ""}])
+    [row] = load_dataset(config(f"{tmp_path}@train"), tokenizer).train
+    assert (row.answer, row.row) == ("7", {"hops": None})
+
+
+def test_a_data_set_that_is_a_program_is_refused_with_its_name(tmp_path, tokenizer):
+    (tmp_path / f"{tmp_path.name}.py").write_text("raise SystemExit")
+    with pytest.raises(DataError, match=rf"{tmp_path.name}@train could not be read: .*{tmp_path.name}\.py"):
+        load_dataset(config(f"{tmp_path}@train"), tokenizer)
 
 
 def test_fields_and_choices_as_other_data_sets_hold_them(tmp_path, tokenizer):
