@@ -99,7 +99,7 @@ class OnBadRow(Enum):
     """Bad rows are left out, counted, and written to bad_rows.jsonl."""
 
 
-HUB_SOURCE = re.compile(r"(?P<repo>[^:@]+)(?::(?P<config>[^:@]+))?@(?P<split>[^@]+)")
+HUB_SOURCE = re.compile(r"(?P<repo>[^:@]+)(?::(?P<config>[^:@]+))?@(?P<split>[^@/]+)")
 """Source on the Hugging Face hub, `repo[:config]@split`, for example openai/gsm8k:main@train."""
 OWN_TEMPLATE_ARGUMENTS = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "tokenize",

@@ -152,6 +152,13 @@ def test_a_data_set_that_is_a_program_is_refused_with_its_name(tmp_path, tokeniz
         load_dataset(config(f"{tmp_path}@train"), tokenizer)
 
 
+def test_a_pattern_below_a_directory_with_the_sign_of_a_split(tmp_path, tokenizer):
+    directory = tmp_path / "me@here"
+    directory.mkdir()
+    write_rows(directory / "part-1.jsonl", [{"question": "a", "answer": "7"}])
+    assert len(load_dataset(config(directory / "part-*.jsonl"), tokenizer).train) == 1
+
+
 def test_fields_and_choices_as_other_data_sets_hold_them(tmp_path, tokenizer):
     verl = [{"prompt": "1+1?", "reward_model": json.dumps({"ground_truth": "2", "style": "rule"})}]
     data = load_dataset(config(write_rows(tmp_path / "verl.csv", verl)), tokenizer)
