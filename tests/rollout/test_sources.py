@@ -365,3 +365,14 @@ def test_columns_of_maps_are_dicts(tmp_path, tokenizer):
     [prompt] = load_dataset(config(str(path)), tokenizer).train
     assert (prompt.text, prompt.answer) == ("[user]1+1?[assistant]", "2")
     assert prompt.row == {"reward_model": dict(reward), "level": 0.1}
+
+
+@pytest.mark.parametrize("gold", [["7", "8"], {"target": 7, "numbers": [3, 4]}, True])
+def test_a_reference_that_only_a_function_can_read_names_the_way_out(tmp_path, tokenizer, gold):
+    rows = [{"prompt": "a", "data_source": "own", "reward_model": {"ground_truth": gold}}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError, match=r"got .*data\.answer_key; .* reward_model in `row`"):
+        load_dataset(config(path), tokenizer, judgement=judged(OWN))
+    keys = {"prompt_key": "prompt", "answer_key": "data_source"}
+    [row] = load_dataset(config(path, **keys), tokenizer, judgement=judged(OWN)).train
+    assert row.row["reward_model"]["ground_truth"] == gold
