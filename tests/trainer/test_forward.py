@@ -9,26 +9,31 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from algorithms.kl import k3
 from rollout.types import FinishReason, Sample
 from trainer.batch.packing import micro_batch
 from trainer.batch.train_batch import Branch
+from trainer.policy.model import checkpoint_activations
 from trainer.scoring import attention
 from trainer.scoring.attention import PACKED_ATTENTION, Segments, attend_by_run, packed_attention
-from trainer.scoring.forward import ScoringModel
+from trainer.scoring.forward import ScoringModel, states_before
 
 VOCAB = 40
 
 
-def make_model(*, chunk_tokens: int = 512, attention: str = PACKED_ATTENTION, fp32_head: bool = False) -> ScoringModel:
+def make_model(
+    *, chunk_tokens: int = 512, attention: str = PACKED_ATTENTION, fp32_head: bool = False, num_layers: int = 2
+) -> ScoringModel:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -280,6 +285,39 @@ def make_group(prompt: int, responses: Sequence[int], *, prompt_id: int = 0) -> 
         sample.prompt_id, sample.sample_index = prompt_id, index
         sample.token_ids[:prompt] = torch.arange(prompt).numpy() + 3 * prompt_id
     return samples
+
+
+class CopiesBetweenDevices(TorchDispatchMode):
+    """Counts the operations on tensors of two devices; on a GPU each waits until the GPU has done all before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        devices = {leaf.device for leaf in tree_leaves([args, kwargs, out]) if isinstance(leaf, Tensor)}
+        self.count += len(devices) > 1
+        return out
+
+
+@pytest.mark.parametrize("responses", [[4], [4, 6, 3]])
+def test_layers_after_the_first_copy_nothing_to_the_device(
+    monkeypatch: pytest.MonkeyPatch, responses: list[int]
+) -> None:
+    """In the place of the GPU: torch's device `meta`, whose tensors have a shape and no numbers."""
+    monkeypatch.setattr(attention, "flash_runs", lambda *states: True)
+    micro = micro_batch(make_group(5, responses))
+    assert bool(micro.inputs.branches) == (len(responses) > 1)
+    counts = []
+    for layers in (1, 4):
+        model = make_model(num_layers=layers)
+        checkpoint_activations(model.causal_lm.get_decoder(), every=1)
+        model, on_device = model.to("meta"), micro.to(torch.device("meta"))
+        with CopiesBetweenDevices() as copies:
+            states_before(model.causal_lm.get_decoder(), on_device).sum().backward()
+        counts.append(copies.count)
+    assert counts[1] == counts[0] > 0
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rollout.torch.model_limits import check_attention
@@ -116,6 +116,41 @@ def flash_runs(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.shape[3] % 8 == 0 and can_use_flash_attention(params)
 
 
+class Lengths(NamedTuple):
+    """Lengths of N segments, as `varlen_attn` takes them."""
+
+    cu_queries: Tensor
+    """[N + 1] int32, first query of every segment, and their number."""
+    cu_keys: Tensor
+    most_queries: int
+    most_keys: int
+
+
+class FlashPlan(NamedTuple):
+    """A micro-batch as flash attention takes it, on its device: a copy in every layer would drain the GPU's queue."""
+
+    roots: Lengths
+    branches: Lengths | None = None
+    branch_keys: Tensor | None = None
+
+
+def flash_plan(segments: Segments, device: torch.device) -> FlashPlan:
+    """Copy the boundaries of roots and branches to `device`."""
+
+    def starts(lengths: list[int]) -> Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+
+    longest = max(segments.roots)
+    begins, branches = starts(segments.roots), segments.branches
+    roots = Lengths(begins, begins, longest, longest)
+    if not branches:
+        return FlashPlan(roots)
+    own = [branch.length for branch in branches]
+    seen = [branch.prompt_length + branch.length for branch in branches]
+    lengths = Lengths(starts(own), starts(seen), max(own), max(seen))
+    return FlashPlan(roots, lengths, torch.from_numpy(segments.branch_keys).to(device))
+
+
 def attend_at_once(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None = None
 ) -> Tensor:
@@ -123,35 +158,27 @@ def attend_at_once(
 
     Not yet run on a GPU.
     """
+    plan = segments.once(lambda segments: flash_plan(segments, query.device))
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    roots, count = segments.roots, segments.root_tokens
-    out = flash_attention(q[:count], k[:count], v[:count], query_lengths=roots, key_lengths=roots, scaling=scaling)
-    if segments.branches:
-        keys = torch.from_numpy(segments.branch_keys).to(q.device)
-        own = [branch.length for branch in segments.branches]
-        seen = [branch.prompt_length + branch.length for branch in segments.branches]
-        rest = flash_attention(q[count:], k[keys], v[keys], query_lengths=own, key_lengths=seen, scaling=scaling)
-        out = torch.cat([out, rest])
+    count = segments.root_tokens
+    out = flash_attention(q[:count], k[:count], v[:count], plan.roots, scaling=scaling)
+    if plan.branches is not None and plan.branch_keys is not None:
+        # Keys and values in one gather, because its backward pass sorts the indices. That of an embedding adds in the
+        # same order in every run.
+        gathered = embedding(plan.branch_keys, torch.stack([k, v], dim=1).flatten(1))
+        k, v = gathered.unflatten(1, (2, *k.shape[1:])).unbind(1)
+        out = torch.cat([out, flash_attention(q[count:], k, v, plan.branches, scaling=scaling)])
     return out.unsqueeze(0)
 
 
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, query_lengths: list[int], key_lengths: list[int], scaling: float | None
-) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scaling: float | None) -> Tensor:
     """[Q, H, D], [K, H_kv, D] -> [Q, H, D]: the last query of each segment sees all of its keys, the one before it all
     but the last, and so on."""
-    cu_queries, cu_keys = (
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=q.device)
-        for lengths in (query_lengths, key_lengths)
-    )
     out = varlen_attn(
         q,
         k,
         v,
-        cu_queries,
-        cu_keys,
-        max(query_lengths),
-        max(key_lengths),
+        *lengths,
         scale=scaling,
         window_size=(-1, 0),  # causal, aligned at the end of each segment
         enable_gqa=q.shape[1] != k.shape[1],
