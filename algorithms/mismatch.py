@@ -132,7 +132,7 @@ class MismatchStats(Stats):
         """All metrics `mismatch/*`. Reads the device."""
         sums, maxes = self.named_sums(), dict(zip(MAXES, self.maxes.tolist(), strict=True))
         valid = sums["valid"]
-        tokens, sequences = (x[~x.isnan()].cpu().double() for x in (self.token_deltas, self.sequence_deltas))
+        tokens, sequences = (x[~x.isnan()].double() for x in (self.token_deltas, self.sequence_deltas))
         metrics = {name: mean_or_none(sums[name], sums[count]) for count, names in MEANS.items() for name in names}
         metrics |= {name: sums[name] for name in COUNTS}
         metrics |= {name: max_or_none(maxes[name], valid) for name in MAXES[:3]}

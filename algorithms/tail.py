@@ -1,4 +1,4 @@
-"""The tail of a sample: a quantile, and the Pareto shape of the largest importance weights. Runs on the host."""
+"""The tail of a sample, on its device: a quantile, and the Pareto shape of the largest importance weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pareto_k(log_weights: Tensor) -> float | None:
     # k enters as theta = -k / sigma, averaged over its profile posterior on a grid.
     points = 30 + math.floor(math.sqrt(size))
     quarter = excess[math.floor(size / 4 + 0.5) - 1]
-    grid = torch.arange(1, points + 1, dtype=torch.float64)
+    grid = torch.arange(1, points + 1, dtype=torch.float64, device=excess.device)
     theta = 1 / excess[-1] + (1 - torch.sqrt(points / (grid - 0.5))) / (3 * quarter)
     shape = torch.log1p(-theta.unsqueeze(1) * excess).mean(1)
     posterior = torch.softmax(size * (torch.log(-theta / shape) - shape - 1), 0)

@@ -17,6 +17,7 @@ from compose_cases import config_of
 from ray.cluster_utils import Cluster as Machines
 
 from rollout.group.worker import EngineSetup, RolloutWorker
+from trainer.cluster import placement
 from trainer.cluster.bundles import Place, PlacementError, required_bundles, worker_gpus, worker_places
 from trainer.cluster.placement import Cluster
 from trainer.config.train import TrainConfig
@@ -112,6 +113,17 @@ def test_a_shared_gpu_is_one_bundle_and_an_engine_of_its_own_another() -> None:
     assert worker_gpus(apart) == [1.0] * 32 + [2.0] * 16
     on_cpu = config_of("policy.num_workers=2", "rollout.num_engines=1")
     assert required_bundles(on_cpu) == [{"CPU": CPUS_PER_WORKER}] * 3
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_workers_share_the_cores_of_their_own_machine_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = layout(name)
+    monkeypatch.setattr(placement, "num_cores", lambda: 64)
+    places = worker_places(config, any_order(config, seed=0))
+    nodes, num_ranks = [place.node for place in places], config.policy.num_workers
+    assert placement.threads_of_each(nodes[:num_ranks]) == 64 // min(num_ranks, GPUS)
+    num_engines = min(config.rollout.num_engines, GPUS // config.rollout.tp_size)
+    assert placement.threads_of_each(nodes[num_ranks:]) == 64 // num_engines
 
 
 def test_an_engine_on_two_machines_is_refused_with_the_gpus_and_the_way_out() -> None:

@@ -9,7 +9,8 @@ import copy
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,12 @@ def engines_only(config: TrainConfig) -> TrainConfig:
     return alone
 
 
-def engine_threads(config: TrainConfig) -> int:
-    """Compute threads of one engine on a CPU."""
-    return max(1, num_cores() // config.rollout.num_engines)
+def threads_of_each(nodes: Sequence[str]) -> int:
+    """Compute threads of each rank, or of each engine, that are on `nodes`: on a machine they share its cores.
+
+    Every machine is taken to have the cores of this one.
+    """
+    return max(1, num_cores() // max(Counter(nodes).values()))
 
 
 def describe(resources: dict[str, float], names: list[str]) -> str:
@@ -137,7 +141,7 @@ class Cluster:
         models = self._model_places(model_path)
         critics = None if critic_path is None else self._model_places(critic_path)
         nodes = self._nodes()
-        threads = max(1, num_cores() // config.num_workers)
+        threads = threads_of_each(nodes[: config.num_workers])
         workers: list[Any] = []
         for rank in range(config.num_workers):
             setup = PolicySetup(
@@ -150,7 +154,7 @@ class Cluster:
                 num_threads=threads,
                 log_dir=self._log_dir.resolve(),
                 host=self._host(),
-                engine_threads=engine_threads(self._config),
+                engine_threads=threads_of_each(nodes[config.num_workers :]),
             )
             actor = ray.remote(PolicyWorker).options(**self._options(rank, threads))
             workers.append(actor.remote(setup))
@@ -178,9 +182,9 @@ class Cluster:
             self._policy.wait_ready()
         takes_turns = self._policy_sleeps_first()
         config = self._config.rollout
-        threads = engine_threads(self._config)
         models = self._model_places(model_path)
         places = self._places[self._config.policy.num_workers :]
+        threads = threads_of_each([place.node for place in places])
 
         def spawn(index: int) -> ActorHandle[Any]:
             setup = EngineSetup(

@@ -143,7 +143,7 @@ class StepStats:
         self._held += torch.stack(parts)
 
     def metrics(self) -> dict[str, float | None]:
-        """Reduce over ranks (a collective) and turn sums into metrics."""
+        """Reduce over ranks (a collective) and make metrics; quantiles and tails on rank 0, elsewhere None."""
         loss, mismatch = merged(self._losses), merged(self._mismatch)
         reference = [merged(self._reference)] if self._reference else []
         for sums in (loss.sums, mismatch.sums, self._floor, self._held, *(each.sums for each in reference)):
@@ -152,8 +152,8 @@ class StepStats:
             dist.all_reduce(maxes, op=dist.ReduceOp.MAX)
         mismatch = replace(
             mismatch,
-            token_deltas=_of_all_ranks(mismatch.token_deltas),
-            sequence_deltas=_of_all_ranks(mismatch.sequence_deltas),
+            token_deltas=_on_rank_0(mismatch.token_deltas),
+            sequence_deltas=_on_rank_0(mismatch.sequence_deltas),
         )
         self._losses, self._mismatch, self._reference = [loss], [mismatch], reference
         return self.metrics_here()
@@ -188,12 +188,15 @@ class StepStats:
         }
 
 
-def _of_all_ranks(deltas: Tensor) -> Tensor:
-    """The log-ratios [n] of this rank -> those of all ranks, without NaN (a collective); n may differ between ranks."""
+def _on_rank_0(deltas: Tensor) -> Tensor:
+    """The log-ratios [n] of this rank -> on rank 0 those of all ranks, without NaN, elsewhere none (a collective).
+
+    n may differ between ranks. One rank sorts them: its metrics are those of the step.
+    """
     deltas = deltas[~deltas.isnan()]
     size = torch.tensor(deltas.numel(), device=deltas.device)
     dist.all_reduce(size, op=dist.ReduceOp.MAX)
     padded = pad(deltas, (0, int(size) - deltas.numel()), value=math.nan)
-    ranks = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, padded)
-    return torch.cat(ranks)
+    gathered = padded.new_empty(dist.get_world_size() if dist.get_rank() == 0 else 0, int(size))
+    dist.gather(padded, list(gathered) or None, dst=0)
+    return gathered.flatten()

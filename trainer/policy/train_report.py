@@ -15,7 +15,7 @@ class RankReport:
     """The outcome of one rollout step on one rank."""
 
     metrics: dict[str, float | None]
-    """Global, the same on every rank; only perf/* are the rank's own."""
+    """Global, the same on every rank; only perf/* are the rank's own. Quantiles and tails: on rank 0, else None."""
     num_optimizer_steps: int
     """Optimizer steps taken in all passes; those without a usable token or gradient are not counted."""
     sample_k3: dict[SampleNumber, float]
