@@ -53,6 +53,8 @@ class EngineSetup:
     """Tokens that the engine must be able to hold, because the one before it could; None leaves it to the engine."""
     adapter: AdapterSpec | None = None
     """The adapter that the engine gets beside the weights; None if it gets all weights."""
+    num_requests: int = 0
+    """Requests that the engine gets for a step, if all engines get as many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +83,12 @@ def build_engine(setup: EngineSetup) -> Engine:
             device=setup.device,
             log_dir=setup.log_dir,
             num_threads=setup.num_threads,
-            needs=ServerNeeds(sleeps=setup.sleeps, cache_tokens=setup.cache_tokens, adapter=setup.adapter),
+            needs=ServerNeeds(
+                sleeps=setup.sleeps,
+                cache_tokens=setup.cache_tokens,
+                adapter=setup.adapter,
+                num_requests=setup.num_requests,
+            ),
         )
     if isinstance(setup.config, TorchEngineConfig):
         from rollout.torch.engine import TorchEngine

@@ -53,6 +53,12 @@ RESTARTED_SHARE = 0.95
 """The same for a server that is started anew beside a rank, and whose cache is limited in tokens."""
 
 
+DEFAULT_GRAPH_WIDTH = 256
+"""Sequences of SGLang's widest decode graph on an 80 GB GPU. A wider batch is decoded kernel by kernel."""
+MAX_GRAPH_WIDTH = 1024
+"""The widest decode graph that Parity asks for; it takes about 1 GiB."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerNeeds:
     """What a run needs of a server that it starts, besides the user's settings."""
@@ -63,6 +69,8 @@ class ServerNeeds:
     """Tokens that an earlier server in this place could hold."""
     adapter: AdapterSpec | None = None
     """The server gets the frozen weights once, and this adapter at every sync."""
+    num_requests: int = 0
+    """Requests that the server gets for a step."""
 
 
 def check_release(version: str) -> None:
@@ -176,8 +184,10 @@ def server_args(
     On a part of a GPU the memory is limited, also that of a server in the place of an earlier one.
     """
     shares_gpu = device == "cuda" and config.gpu_share < 1
+    width = min(needs.num_requests, MAX_GRAPH_WIDTH) if device == "cuda" else 0
     return {
         **(CPU_SERVER_ARGS if device == "cpu" else {}),
+        **({"cuda_graph_max_bs_decode": width} if width > DEFAULT_GRAPH_WIDTH else {}),
         "log_level_http": "warning",
         "skip_server_warmup": True,
         **(shared_gpu_args(config, needs) if shares_gpu else {}),

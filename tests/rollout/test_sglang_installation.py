@@ -12,8 +12,10 @@ import pytest
 
 from rollout.config import SGLangConfig
 from rollout.engine import EngineError
+from rollout.group.worker import EngineSetup, build_engine
 from rollout.sglang.cpu.platform import EXACT_VARIABLE
 from rollout.sglang.cuda_packages import cuda_problem, torch_without_cuda
+from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.installation import ServerNeeds, check_installation, server_args, server_environment
 
 MODULES = ("sgl_kernel", "flashinfer", "torch_memory_saver")
@@ -108,3 +110,22 @@ def test_a_server_with_exact_arithmetic_gets_it_on_every_device(tmp_path: Path) 
         assert (environment.get(EXACT_VARIABLE) == "1") is (device == "cuda")
     usual = server_environment(SGLangConfig(), device="cuda", num_threads=None, needs=ServerNeeds())
     assert EXACT_VARIABLE not in usual
+
+
+@pytest.mark.parametrize(("requests", "width"), [(0, None), (256, None), (700, 700), (5000, 1024)])
+def test_decode_graphs_of_a_gpu_are_as_wide_as_a_step(tmp_path: Path, requests: int, width: int | None) -> None:
+    """Unless engine_args say how wide they are."""
+    name = "cuda_graph_max_bs_decode"
+    for device, config, expected in (
+        ("cuda", SGLangConfig(), width),
+        ("cuda", SGLangConfig(engine_args={name: 8}), 8),
+        ("cpu", SGLangConfig(), None),
+    ):
+        setup = EngineSetup(
+            config=config, index=0, seed=0, device=device, num_threads=1, log_dir=tmp_path, model_path=tmp_path,
+            num_requests=requests,
+        )  # fmt: skip
+        engine = build_engine(setup)
+        assert isinstance(engine, SGLangEngine)
+        arguments = server_args(config, tmp_path, device=device, random_seed=0, needs=engine._needs)
+        assert arguments.get(name) == expected

@@ -24,6 +24,8 @@ from trainer.limits.memory_plan import may_take_turns
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 HERE = Path(__file__).parent
+REQUESTS = 1000
+"""Requests of a step for each engine."""
 SIZES: dict[str, tuple[str, tuple[int, int, int, int, int, int]]] = {
     "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2", (896, 4864, 24, 14, 2, 151936)),
     "Qwen/Qwen2.5-Math-1.5B": ("qwen2", (1536, 8960, 28, 12, 2, 151936)),
@@ -69,7 +71,8 @@ def test_sglang_resolves_the_arguments_of_every_gpu_recipe(tmp_path: Path) -> No
     models = {model: write_config(model, tmp_path) for model, _, _ in engines.values()}
     arguments = [
         server_args(
-            rollout, models[model], device="cuda", random_seed=7, needs=ServerNeeds(sleeps=sleeps),
+            rollout, models[model], device="cuda", random_seed=7,
+            needs=ServerNeeds(sleeps=sleeps, num_requests=REQUESTS),
             quantization=engine_quantization(rollout),
         )
         for model, rollout, sleeps in engines.values()
@@ -86,6 +89,7 @@ def test_sglang_resolves_the_arguments_of_every_gpu_recipe(tmp_path: Path) -> No
         assert {key: got[key] for key in sent} == sent, name
         assert (got["device"], got["tp_size"], got["dp_size"]) == ("cuda", rollout.tp_size, 1), name
         graphs = {phase: got["cuda_graph_config"][phase]["backend"] for phase in ("decode", "prefill")}
+        assert got["cuda_graph_config"]["decode"]["max_bs"] == REQUESTS, name
         assert graphs["decode"] == "full" and (graphs["prefill"] == "disabled") == sleeps, (name, graphs)
         assert got["enable_memory_saver"] == sleeps, name
         if rollout.gpu_share < 1:

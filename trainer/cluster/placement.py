@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import secrets
 from collections import Counter
@@ -198,6 +199,7 @@ class Cluster:
                 gpus=places[index].gpus,
                 sleeps=takes_turns,
                 adapter=adapter,
+                num_requests=math.ceil(self._config.batch.samples_per_step / config.num_engines),
             )
             # The type stubs know neither the argument nor the threads of its verbs.
             actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutWorker)  # type: ignore[call-overload]
