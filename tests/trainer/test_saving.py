@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,10 +18,14 @@ import torch
 from full_disk import full_disk
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 from test_packing import pack_samples
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.utils._pytree import tree_leaves
 
 from rollout.data.dataset import StreamState
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.outputs import CheckpointConfig
+from trainer.policy import shards
+from trainer.policy.host_copy import local_part
 from trainer.policy.shards import ShardReport, file_shares
 from trainer.policy.worker import PolicyWorker
 from trainer.run.guard import Guard
@@ -133,6 +137,48 @@ def test_a_save_in_the_background_counts_once_it_is_written(worker: PolicyWorker
     flushed, saved = "rows on the disk", [f"saved step {step}" for step in (1, 2, 3, 4)]
     # The second save is told of when the third begins: only one is under way.
     assert [line.split(":")[0] for line in lines] == [word for line in saved for word in (flushed, line)]
+
+
+def test_copies_of_saves_in_the_background_lie_in_the_same_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, but for the pinning; and the second save has the weights of its own time."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    monkeypatch.setattr(shards, "kept_stager", lambda device: stager)
+    copies: list[set[int]] = []
+    stage = stager.stage
+
+    def recorded(state_dict: Any, **options: Any) -> Any:
+        staged = stage(state_dict, **options)
+        tensors = [local_part(leaf) for leaf in tree_leaves(staged) if isinstance(leaf, torch.Tensor)]
+        copies.append({each.data_ptr() for each in tensors if each.numel() > 9})  # not the counters
+        return staged
+
+    monkeypatch.setattr(stager, "stage", recorded)
+    config = make_config(save_policy(tmp_path / "model"), num_workers=1)
+    batch = pack_samples([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+    with lone_worker(config, tmp_path / "model") as worker:
+        for step in (1, 2, 3):
+            worker.train(batch.ranks[0], batch.samples, step)
+            worker.save_checkpoint(tmp_path / f"saved {step}", True)
+            report = worker.saved_checkpoint(True)
+            assert report is not None and report.error is None
+        weights = [local_part(each).detach().clone() for each in worker._policy.model.parameters()]
+        assert len(copies[0]) > len(weights) and copies[0] == copies[1] == copies[2]
+        worker.load_checkpoint(tmp_path / "saved 1", 1)
+        before = [local_part(each).detach().clone() for each in worker._policy.model.parameters()]
+        worker.load_checkpoint(tmp_path / "saved 3", 3)
+        after = [local_part(each).detach() for each in worker._policy.model.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(after, weights, strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(before, weights, strict=True))
+
+
+def test_what_is_under_way_when_a_run_fails_is_kept(worker: PolicyWorker, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), saver(tmp_path, [], asynchronous=True) as saving:
+        saving.save(as_group(LoneGroup(worker, slow=9)), state(1), last=False)
+        raise ZeroDivisionError
+    found = newest_checkpoint(tmp_path / "run")
+    assert found is not None and found.state.step == 1
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

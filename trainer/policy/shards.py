@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trainer.policy.shard_reader import INDEX, DataPlanner, DataReader
 from trainer.rundir.checkpoint import CheckpointError
@@ -68,6 +69,7 @@ class ShardWriter:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[ShardReport] | None = None
+        self._stager = kept_stager(device)
 
     def save(self, state: Mapping[str, Any], path: Path, *, asynchronous: bool) -> None:
         """Write `state` and the generators to the directory `path`; `report` says what came of it.
@@ -76,8 +78,12 @@ class ShardWriter:
         """
         started = time.perf_counter()
         rng = _capture_rng(self._device)
+        if self._running is not None:
+            self.report(wait=True)  # the copy of a save that is being written must not change
         if asynchronous:
-            writing = dcp.async_save(dict(state), checkpoint_id=path, process_group=self._group)
+            writing = dcp.async_save(
+                dict(state), checkpoint_id=path, process_group=self._group, async_stager=self._stager
+            )
             assert isinstance(writing, Future)
             self._running = self._thread.submit(self._finish, writing.result, rng, path, started)
             return
@@ -118,6 +124,16 @@ class ShardWriter:
         except OSError as error:
             problem = f"rank {self._rank}: {error}"
         return ShardReport(files={} if problem else files, error=problem, write_s=time.perf_counter() - started)
+
+
+def kept_stager(device: torch.device) -> DefaultStager | None:
+    """For ranks on GPUs: copies a save to pinned memory that the next save uses again. None on a CPU: it gains nothing.
+
+    New pageable memory is filled at a tenth of the bus's speed (an estimate). Not yet run on a GPU.
+    """
+    if device.type == "cpu":
+        return None
+    return DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False))
 
 
 def file_shares(records: Mapping[str, FileRecord], *, num_ranks: int) -> list[dict[str, FileRecord]]:
