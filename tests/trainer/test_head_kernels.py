@@ -37,3 +37,30 @@ def test_values_and_gradients_are_those_of_plain_torch(rows: dict[str, dict[str,
 
 def test_what_is_not_finite_stays_so(rows: dict[str, dict[str, float]]) -> None:
     assert rows["bad"] == {"finite": 0.0}
+
+
+COMPILE_SCRIPT = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from trainer.scoring.head_kernels import NUM_WARPS, _gradient_kernel, _score_kernel
+numbers = {"statistics": "*fp32", "plane": "i32", "vocab": "i32", "temperature": "fp32", "targets": "*i64"}
+for logits in ("*bf16", "*fp16", "*fp32"):
+    kernels = [(_score_kernel, {"logprobs": "*fp32"}, {})]
+    kernels += [(_gradient_kernel, {"upstream": "*fp32"}, {"HAS_ENTROPY": value}) for value in (False, True)]
+    for kernel, more, constants in kernels:
+        signature = numbers | {"logits": logits} | more | dict.fromkeys(constants, "constexpr")
+        signature = {name: signature[name] for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": NUM_WARPS})
+        sys.stdout.write(f"{len(compiled.asm['cubin']) > 0} ")
+"""
+
+
+def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
+    """For sm_90: every type of the logits, and the gradient with and without that of the entropy."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 9
