@@ -80,7 +80,7 @@ def test_every_set_is_evaluated_on_its_own(tmp_path: Path) -> None:
         )
         results = evaluate_sets(config, task, engine)
         with_failures = evaluation_metrics(evaluate_sets(config, task, OneFails(engine)))
-        config.collect.max_invalid_fraction = 0.1
+        config.collect.max_invalid_fraction, config.collect.min_failed = 0.1, 0
         with pytest.raises(RuntimeError, match="1 of 9 responses are invalid: failed 1"):
             evaluate_sets(config, task, OneFails(engine))
     engine.stop()
