@@ -146,7 +146,7 @@ class _Calls:
             try:
                 return await answer
             except asyncio.CancelledError:  # user code has given the question up, with a deadline of its own
-                del self._answers[number]
+                self._answers.pop(number, None)  # the answer may have come in the same moment
                 self._say({"call": call, "withdrawn": True})
                 raise
             finally:

@@ -482,7 +482,7 @@ def test_a_turn_that_the_function_waits_for_too_short_is_withdrawn_and_costs_nob
     """)
     generations = as_a_step(sampler, make_requests(stop=()))
     stats = sampler.take_stats()
-    assert (stats.failed, stats.restarted) == (0, 0)
+    assert (stats.failed, stats.restarted) == (0, 0), stats.last_failure
     for generation in generations:
         assert generation.sampled == [True] * 2 + [False] * 3 + [True] * 2
     assert len(sampler._pool._core.workers) == 1
