@@ -214,8 +214,8 @@ def test_bad_lines_of_jsonl_are_reported_together_and_skipped_on_request(tmp_pat
     written = [json.loads(line) for line in bad_rows_text(data.skipped).splitlines()]
     assert [(row["source"], row["line"]) for row in written[:5]] == [(str(path), n) for n in (3, 4, 5, 6, 7)]
     assert written[0]["values"] == {"text": '{"question": "b",'}
-    assert written[4] == {"source": str(path), "line": 7, "problem": "answer must be text or a finite number, got {}",
-                          "values": {"question": "e", "answer": {}}}  # fmt: skip
+    assert written[4].pop("problem").startswith("answer must be text or a finite number, got {}")
+    assert written[4] == {"source": str(path), "line": 7, "values": {"question": "e", "answer": {}}}
     assert f"{path}: bad rows: 5" in data.notes
 
 
