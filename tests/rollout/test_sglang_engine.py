@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from sglang_cases import PROMPTS, Served, alive, judged, largest_gap, make_requests, tokens
+from sglang_cases import LONG, PROMPTS, Served, alive, judged, largest_gap, make_requests, tokens
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.config import DType
@@ -230,8 +230,11 @@ def test_a_shared_prompt_is_read_once_with_truncated_sampling_too(served: Served
 
 def test_requests_that_cannot_be_served_are_refused_and_the_engine_goes_on(served: Served) -> None:
     (request,) = make_requests(PROMPTS[:1])
-    long = replace(request, sampling=replace(request.sampling, max_new_tokens=510 - 7))
-    with pytest.raises(ValueError, match=r"prompt 0/0: 8 prompt tokens and max_new_tokens=503 exceed .* 510 tokens"):
+    room = LONG + 20 - 2
+    long = replace(request, sampling=replace(request.sampling, max_new_tokens=room - 7))
+    with pytest.raises(
+        ValueError, match=f"prompt 0/0: 8 prompt tokens and max_new_tokens={room - 7} exceed .* {room} tokens"
+    ):
         served.engine.generate([long])
     for broken, text in (
         (replace(request, prompt_token_ids=[]), "the prompt has no tokens"),
@@ -254,7 +257,7 @@ def test_requests_that_cannot_be_served_are_refused_and_the_engine_goes_on(serve
     with pytest.raises(EngineError, match=r"generate: \w+: Type is not JSON serializable"):
         served.engine.generate([unreadable])
     assert served.engine.generate([]) == []
-    longest = replace(request, sampling=replace(request.sampling, max_new_tokens=510 - 8, stop_token_ids=(), seed=3))
+    longest = replace(request, sampling=replace(request.sampling, max_new_tokens=room - 8, stop_token_ids=(), seed=3))
     (generation,) = served.engine.generate([longest])
     assert generation.finish_reason is FinishReason.stop or len(generation.token_ids) == 502
 
