@@ -173,14 +173,6 @@ def test_copies_of_saves_in_the_background_lie_in_the_same_memory(
     assert not any(torch.equal(*pair) for pair in zip(before, weights, strict=True))
 
 
-def test_what_is_under_way_when_a_run_fails_is_kept(worker: PolicyWorker, tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), saver(tmp_path, [], asynchronous=True) as saving:
-        saving.save(as_group(LoneGroup(worker, slow=9)), state(1), last=False)
-        raise ZeroDivisionError
-    found = newest_checkpoint(tmp_path / "run")
-    assert found is not None and found.state.step == 1
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_leaves_no_trace_and_the_third_time_ends_the_run(
     worker: PolicyWorker, tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
