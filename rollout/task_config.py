@@ -16,6 +16,11 @@ from algorithms.config.rules import Rule, above, at_least, given, ruled, within
 from rollout.similar_file import similar_file
 
 
+def most_failed(fraction: float, least: int, number: int) -> float:
+    """How many of `number` responses may fail: a `fraction` of them, or `least` of them, which is not all, if more."""
+    return max(fraction * number, min(least, number - 1))
+
+
 @dataclass(kw_only=True, slots=True)
 class CallsConfig(Checked):
     """Processes that run user code, and what a failed call means."""

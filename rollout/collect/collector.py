@@ -25,6 +25,7 @@ from rollout.collect.requests import SeedSource, sampling_params
 from rollout.config import CollectConfig, CollectOrder, DynamicCollectConfig, SamplingConfig
 from rollout.data.dataset import PromptStream
 from rollout.rewards import Scorer
+from rollout.task_config import most_failed
 from rollout.types import GenerateRequest, Prompt, SampleGroup
 
 
@@ -311,10 +312,9 @@ class Collector:
 
     def _check_invalid(self, step: int, policy_version: int) -> None:
         stats, dropped = self._stats, self._stats.samples_dropped
-        only_few_failed = dropped.total() == dropped[InvalidReason.failed.name] <= self._collect.min_failed
-        if dropped.total() <= self._collect.max_invalid_fraction * stats.samples_generated or (
-            only_few_failed and dropped.total() < stats.samples_generated
-        ):
+        # A fault of the engine's data counts from the first sample on.
+        least = self._collect.min_failed if dropped.total() == dropped[InvalidReason.failed.name] else 0
+        if dropped.total() <= most_failed(self._collect.max_invalid_fraction, least, stats.samples_generated):
             return
         reasons = "; ".join(
             f"{reason.name} {stats.samples_dropped[reason.name]} ({reason.value})"

@@ -22,6 +22,7 @@ from rollout.collect.requests import SeedSource, make_sample, sampling_params
 from rollout.config import SamplingConfig
 from rollout.engine import given_up
 from rollout.rewards import Scorer, Vote
+from rollout.task_config import most_failed
 from rollout.types import FinishReason, GenerateRequest, Prompt, Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -136,8 +137,7 @@ def evaluate(sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: 
             sample.correct = None if reason is None else False
             groups[position // (1 + plan.num_samples)].samples.append(sample)
     failed, where = invalid[InvalidReason.failed], f"evaluation at policy version {policy_version}"
-    most = max(plan.max_failed_fraction * len(requests), min(plan.min_failed, len(requests) - 1))
-    if invalid.total() > failed or failed > most:
+    if invalid.total() > failed or failed > most_failed(plan.max_failed_fraction, plan.min_failed, len(requests)):
         reasons = ", ".join(f"{reason.name} {count} ({reason.value})" for reason, count in invalid.items())
         raise RuntimeError(
             f"{where}: {invalid.total()} of {len(requests)} responses are invalid: {reasons}. The warnings above say "

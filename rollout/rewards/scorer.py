@@ -18,7 +18,7 @@ from rollout.processes.custom_code import function_problem, is_custom
 from rollout.rewards.rules import RULES
 from rollout.rewards.votes import Vote, merged_votes
 from rollout.rewards.workers import POLL_S, Judgment, judged, reward_pool
-from rollout.task_config import RewardConfig
+from rollout.task_config import RewardConfig, most_failed
 from rollout.types import Prompt, Sample, SampleGroup
 from rollout.user_code.pool import Ended, Failure, Outcome, Repeated, UserCodeError
 
@@ -55,7 +55,7 @@ class ScoreStats:
         `early` is for the middle of a step: failures count as a share of EARLY responses until so many were scored.
         """
         out_of = max(self.scored, EARLY) if early else self.scored
-        if self.failed <= max(config.max_failed_fraction * out_of, min(config.min_failed, out_of - 1)):
+        if self.failed <= most_failed(config.max_failed_fraction, config.min_failed, out_of):
             return None
         counts = ", ".join(f"{failure.value} {self.calls[failure]}" for failure in Failure)
         return (
