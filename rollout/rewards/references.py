@@ -12,7 +12,7 @@ from rollout.data.data_files import DataError
 from rollout.data.file_prompts import Judgement
 from rollout.processes.custom_code import is_custom
 from rollout.rewards.rules import RULES, RewardRule
-from rollout.rewards.workers import judged
+from rollout.rewards.workers import is_correct, judged
 from rollout.task_config import RewardConfig
 from rollout.user_code.pool import Failure, Outcome, UserCodeError
 
@@ -36,7 +36,7 @@ def judgement(config: RewardConfig, *, own_rollout: bool) -> Judgement:
         assert rule is not None
         items = [{"response": rule.state(one), "answer": other, "prompt": ""} for one, other in pairs]
         with _named(config):
-            return [outcome.value is not None and outcome.value.correct for outcome in judged(config, items)]
+            return [is_correct(outcome) for outcome in judged(config, items)]
 
     rule = RULES.get(config.function)
     key = None if rule is None else rule.answer_key
@@ -92,6 +92,6 @@ def _tried_in_workers(config: RewardConfig, rule: RewardRule, answers: Sequence[
 
 def _problem(outcome: Outcome, rule: RewardRule, answer: str) -> str:
     if outcome.failure is None or outcome.failure is Failure.error:
-        return "" if outcome.value is not None and outcome.value.correct else rule.unusable(answer)
+        return "" if is_correct(outcome) else rule.unusable(answer)
     # What another program may have ended says nothing about the reference.
     return f"{rule.unusable(answer)} ({outcome.message})" if outcome.proven else ""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rollout.data.answers import plain_number, to_number
 from rollout.rewards.rules import RULES
-from rollout.rewards.workers import judged
+from rollout.rewards.workers import is_correct, judged
 from rollout.task_config import RewardConfig
 
 Vote = tuple[str | None, bool]
@@ -35,9 +35,7 @@ def merged_votes(config: RewardConfig, votes: Sequence[Sequence[Vote]]) -> list[
     items = [{"response": rule.state(one), "answer": other, "prompt": ""} for _, one, other in pairs]
     same: dict[tuple[int, str], str] = {}
     for (number, one, other), outcome in zip(pairs, judged(config, items), strict=True):
-        if (
-            outcome.value and outcome.value.correct
-        ):  # pairs come in order, so the first writing of an answer is its name
+        if is_correct(outcome):  # pairs come in order, so the first writing of an answer is its name
             same.setdefault((number, other), same.get((number, one), one))
     return [
         [(answer if answer is None else same.get((number, answer), answer), correct) for answer, correct in each]

@@ -47,6 +47,11 @@ def _is_score(value: object) -> bool:
     return isinstance(value, int | float) and abs(value) <= MAX_SCORE
 
 
+def is_correct(outcome: Outcome) -> bool:
+    """True if a response was judged, and is correct."""
+    return outcome.value is not None and outcome.value.correct is True
+
+
 def reward_pool(config: RewardConfig) -> CallPool:
     """The workers that judge with reward.function; they start with the first item."""
     kind = Kind(section="reward", module="rollout.rewards.child", read=read_judgment)

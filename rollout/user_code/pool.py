@@ -46,6 +46,8 @@ GRACE_S = 10.0
 """Seconds after the deadline of an async call within which its process must have ended the call."""
 OUTAGE_CALLS = 8
 """Items that fail for the first time, without a success in between, from which on the fault may be none of theirs."""
+NO_MESSAGE = (ValueError, TypeError, AttributeError)
+"""What reading a line raises that no worker of Parity sends."""
 PROBE = -1
 """Key of a task of the pool's own, which only shows whether calls succeed."""
 MAX_PAUSE_S = 10.0
@@ -364,16 +366,12 @@ class _Core:
             return
         try:
             self._act(worker, orjson.loads(line), at)
-        except (
-            ValueError,
-            TypeError,
-            AttributeError,
-        ) as error:  # no worker sends such a line: user code has written it
+        except NO_MESSAGE as error:  # user code has written the line
             what = f"the worker answered {line[:100]!r}: {error}"
             self._blame(worker, Failure.crash, what, by_itself=True)
 
     def _act(self, worker: Worker, message: Any, at: float) -> None:
-        """Raises ValueError, TypeError or AttributeError for a message that no worker sends."""
+        """Raises one of NO_MESSAGE for a message that no worker sends."""
         match message:
             case {"ready": int(items), "overlap": bool(overlaps)} if items > 0 and not worker.items:
                 worker.items, worker.overlaps = items, overlaps
@@ -507,7 +505,7 @@ class _Core:
                 if now - worker.since > START_TIMEOUT_S:
                     what = f"no answer within {START_TIMEOUT_S:g} s"
                     self._lose_loading(worker, what, is_final=not self.was_loaded)
-            elif running.call != NOBODY and now - running.since > limit and not worker.is_starved(limit):
+            elif running.call != NOBODY and now - running.since > limit and not worker.is_starved(running, limit):
                 text = f"no answer within {limit:g} s"
                 self._blame(worker, Failure.timeout, text, by_itself=True)
             elif late := [each for each in worker.calls.values() if now - worker.active_since(each) > limit + GRACE_S]:

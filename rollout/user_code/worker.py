@@ -99,10 +99,10 @@ class Worker(ChildProcess):
         """The call whose code runs, or ran when the process ended."""
         return self._mark.read()
 
-    def is_starved(self, limit_s: float) -> bool:
-        """True if the code that runs computes, and has not had `limit_s` seconds of a CPU, nor STARVED times as long to
-        get them: other programs keep the machine busy, and that is no fault of the code."""
-        running = self.running
+    @staticmethod
+    def is_starved(running: Running, limit_s: float) -> bool:
+        """True if the code of `running` computes, and has not had `limit_s` seconds of a CPU, nor STARVED times as long
+        to get them: other programs keep the machine busy, and that is no fault of the code."""
         if time.monotonic() - running.since > STARVED * limit_s:
             return False
         with suppress(psutil.Error):

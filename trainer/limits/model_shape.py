@@ -112,9 +112,7 @@ def directory_shape(directory: Path) -> ModelShape:
     described_at = directory / "config.json"
     try:
         described = json.loads(described_at.read_text(encoding="utf-8"))
-        # Models with vision or audio keep the language model's sizes in a nested config.
-        text = described.get("text_config") or described
-        return _shape(text, directory)
+        return _shape(text_part(described), directory)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"config.json has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise UnknownShapeError(
@@ -145,6 +143,11 @@ def _shape(text: Mapping[str, Any], directory: Path) -> ModelShape:
         is_tied=is_tied,
         is_dense=not any(EXPERT_NAME in name for name in sizes),
     )
+
+
+def text_part(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of the language model: models with vision or audio keep it in a nested config."""
+    return described.get("text_config") or described
 
 
 def layer_of(name: str) -> int | None:

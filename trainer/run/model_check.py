@@ -13,7 +13,7 @@ from typing import Any
 from algorithms.config import Problem
 from rollout.similar_file import similar_directory
 from rollout.weights.files import INDEX_FILE, tensor_shapes
-from trainer.limits.model_shape import EXPERT_NAME, layer_of
+from trainer.limits.model_shape import EXPERT_NAME, layer_of, text_part
 from trainer.rundir.weights_source import ADAPTER_CONFIG
 
 HUB_TIMEOUT_S = 3.0
@@ -165,7 +165,7 @@ def _unsupported(key: str, directory: Path) -> Problem | None:
         return problem(
             "must be a dense model: mixtures of experts are not supported", model.get("model_type"), "Use a dense one."
         )
-    text = model.get("text_config") or model
+    text = text_part(model)
     expected = text.get("num_hidden_layers", text.get("n_layer"))
     in_files = 1 + max((layer for name in shapes if (layer := layer_of(name)) is not None), default=-1)
     if in_files and isinstance(expected, int) and in_files != expected:

@@ -52,13 +52,12 @@ class Notices:
         low, high = row["reward/min"] or 0.0, row["reward/max"] or 0.0
         rewards = f"{low:.3g} to {high:.3g}"
         found: list[Event] = []
-        failures = {name: int(row.get(name) or 0) for name in _FAILURES}
-        if {name for name, n in failures.items() if n} - self._told_failures:
-            self._told_failures |= {name for name, n in failures.items() if n}
-            said = [f"{n} {_FAILURES[name]}" for name, n in failures.items() if n]
-            counted = ", ".join(name for name, n in failures.items() if n)
-            text = f"calls of the reward function failed in this step: {'; '.join(said)}. Every step counts them in "
-            text += counted
+        failures = {name: int(number) for name in _FAILURES if (number := row.get(name))}
+        if failures.keys() - self._told_failures:
+            self._told_failures |= failures.keys()
+            said = "; ".join(f"{number} {_FAILURES[name]}" for name, number in failures.items())
+            text = f"calls of the reward function failed in this step: {said}. Every step counts them in "
+            text += ", ".join(failures)
             found.append(Event(step=step, kind="reward", severity=Severity.warn, text=text))
         gap = row.get("mismatch/abs_logdiff_max")
         if self._promises_bits and gap:

@@ -28,7 +28,7 @@ from trainer.config.training import HFModelConfig, ModelConfig
 from trainer.limits.adapter_shape import chosen_layers, linear_shapes
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
-from trainer.limits.model_shape import UnknownShapeError
+from trainer.limits.model_shape import UnknownShapeError, text_part
 from trainer.run.model_check import described, find_model
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.run_dir import unusable_problem
@@ -229,7 +229,7 @@ def context_problems(config: TrainConfig, directory: Path, *, longest_prompt: in
     that run already, and with scaled positions.
     """
     model = described(directory)
-    text = model.get("text_config") or model
+    text = text_part(model)
     context = text.get("max_position_embeddings")
     if isinstance(config.rollout, SGLangConfig):
         context = config.rollout.engine_args.get("context_length", context)
@@ -260,8 +260,7 @@ def context_problems(config: TrainConfig, directory: Path, *, longest_prompt: in
 
 def vocabulary_size(directory: Path) -> int | None:
     """Number of tokens that the model in `directory` can read and write; None if its config.json does not say it."""
-    model = described(directory)
-    size = (model.get("text_config") or model).get("vocab_size")
+    size = text_part(described(directory)).get("vocab_size")
     return size if isinstance(size, int) else None
 
 
