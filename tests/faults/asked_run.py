@@ -14,6 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -116,6 +117,7 @@ class Asked:
 
     def kill(self) -> None:
         for process in self.processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait(10)
         shutil.rmtree(self.tmp)

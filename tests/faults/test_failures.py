@@ -45,7 +45,7 @@ class Judged(Asked):
         directory.mkdir(exist_ok=True)
         self.down, own = directory / "down", directory / "judge.py"
         own.write_text(REWARD.format(down=str(self.down), hang=str(directory / "hang")))
-        super().__init__(directory, f"reward.function={own}:reward", *words)
+        super().__init__(directory, f"reward.function={own}:reward", "reward.outage_wait_s=5", *words)
 
     def fails_after(self, last: int) -> str:
         """The run fails by itself with exit code 1, and its step `last` is saved; what it said."""
@@ -129,6 +129,7 @@ def test_a_last_evaluation_that_fails_leaves_the_last_step_and_resume_makes_up_f
     own.write_text(REWARD.format(down=str(down), hang=str(tmp_path / "hang")))
     words = ["rollout=torch", "model.num_steps=120", "policy.num_workers=1", "tracking.wandb=disabled"]
     words += ["batch.prompts_per_step=4", "batch.group_size=4", "eval.max_prompts=4", f"reward.function={own}:reward"]
+    words += ["reward.outage_wait_s=5"]
     words += [f"run.dir={tmp_path / 'run'}", "run.num_steps=2", "checkpoint.every=10"]
     run = trainer.train("arithmetic_grpo", words)
     for row in run_rows(run):
