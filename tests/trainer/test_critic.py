@@ -44,6 +44,7 @@ from trainer.policy.worker import PolicyWorker
 from trainer.run.task import resolve_critic
 from trainer.rundir.run_dir import StartError
 from trainer.scoring.attention import PACKED_ATTENTION
+from trainer.scoring.forward import states_before
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,15 @@ def untied() -> ValueModel:
     model = ValueModel(Qwen2ForCausalLM(config))
     torch.nn.init.normal_(model.output.weight)
     return model
+
+
+def test_a_sum_that_float16_cannot_hold_spoils_no_value() -> None:
+    model = untied()
+    model.decoder.half()
+    torch.nn.init.constant_(model.decoder.norm.weight, 1e4)  # float16 holds each state: up to 1e4 sqrt(32)
+    micro = micro_batch(make_samples())
+    assert not torch.isfinite(states_before(model.decoder, micro).sum())
+    assert torch.isfinite(model(micro)).all()
 
 
 def test_a_value_is_that_of_the_state_before_its_token_and_sees_no_neighbour() -> None:

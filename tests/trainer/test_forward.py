@@ -128,6 +128,16 @@ def test_an_empty_microbatch_has_a_zero_gradient() -> None:
     assert all(p.grad is None or p.grad.abs().max() == 0 for p in model.parameters())
 
 
+def test_a_sum_that_float16_cannot_hold_spoils_no_token() -> None:
+    model = make_model().half()
+    with torch.no_grad():
+        model.causal_lm.get_decoder().norm.weight.fill_(1e4)  # float16 holds each state: up to 1e4 sqrt(32)
+        assert not torch.isfinite(states_before(model.causal_lm.get_decoder(), micro_batch(make_samples())).sum())
+    micro = micro_batch(make_samples())
+    logprobs = model(micro, temperature=1.0).logprobs
+    assert torch.isfinite(logprobs).all() and logprobs.count_nonzero() <= len(micro.response_index)
+
+
 def test_floor_is_positive_and_grows_with_rounding() -> None:
     model, micro = make_model(), micro_batch(make_samples())
     floors = {}

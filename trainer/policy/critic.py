@@ -59,7 +59,7 @@ class ValueModel(nn.Module):
         values = self.output(hidden.float()).squeeze(-1)
         zeros = torch.zeros(micro.token_ids.shape, dtype=torch.float32, device=values.device)
         # The sums of nothing keep an empty micro-batch attached to both parts: backward runs on every rank.
-        anchor = zeros + (hidden.sum().float() + values.sum()) * 0
+        anchor = zeros + (hidden[:1].sum(dtype=torch.float32) + values.sum()) * 0
         return anchor.index_put((micro.response_index,), values)
 
 

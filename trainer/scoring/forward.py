@@ -107,8 +107,9 @@ class ScoringModel(nn.Module):
         )
         logprobs, entropy = token_logprobs(hidden, targets, head.weight, head.bias, options, micro.supports)
         zeros = torch.zeros(micro.token_ids.shape, dtype=torch.float32, device=hidden.device)
-        # The sum of nothing keeps an empty micro-batch attached to the graph: backward runs on every rank.
-        anchor = zeros + hidden.sum().float() * 0
+        # The sum of nothing keeps an empty micro-batch attached to the graph: backward runs on every rank. Of one row,
+        # in float32: a sum of float16 overflows, and infinity times 0 is not 0.
+        anchor = zeros + hidden[:1].sum(dtype=torch.float32) * 0
         floor = None
         if engine_dtype is not None:
             with torch.no_grad():
