@@ -67,13 +67,13 @@ def _rank(
     worker.setup()
     move_adapter(worker)
     sent: list[int] = []
-    gather = dist.all_gather_into_tensor
+    gather = trainer.policy.model._all_gather
 
     def recorded(output: torch.Tensor, given: torch.Tensor, **options: Any) -> Any:
         sent.append(given.nbytes)
         return gather(output, given, **options)
 
-    dist.all_gather_into_tensor = recorded
+    trainer.policy.model._all_gather = recorded
     found = {}
     for name, engine in engines.items():
         own = replace(config, rollout=engine)

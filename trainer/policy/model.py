@@ -45,6 +45,8 @@ from trainer.scoring.forward import ScoringModel
 
 logger = logging.getLogger(__name__)
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The name since torch 2.14, which warns of the earlier one."""
 BUCKET_BYTES = 128 << 20
 """Largest number of bytes that are gathered at a time; a larger tensor comes alone."""
 
@@ -371,9 +373,7 @@ class _Gathering:
             place = self._sent[start : start + own.numel() * each.dtype.itemsize]
             place.view(each.dtype).view(own.shape).copy_(own)
         self._received = self._sent.new_empty((mesh.size(), self._ends[-1]))
-        self._work = dist.all_gather_into_tensor(
-            self._received.view(-1), self._sent, group=mesh.get_group(), async_op=True
-        )
+        self._work = _all_gather(self._received.view(-1), self._sent, group=mesh.get_group(), async_op=True)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Wait for the ranks -> name and whole tensor of each parameter of the bucket."""
