@@ -121,7 +121,7 @@ def speeds(run: RunData) -> Iterator[Tile]:
             for name in _MAIN_PHASES
             if run.has(f"time/{name}_s") and run.has(f"perf/{name}_floor_frac")
         ]
-        mfu = _median(run, "perf/mfu", "percent", before=", MFU ")
+        mfu = _median(run, "perf/mfu", "percent", before=", MFU of the measured rate ")
         value = _median(run, "perf/step_floor_frac", "percent")
         yield Tile("Share of the hardware's limit", value, f"median{''.join(parts)}{mfu}")
     if run.has("sync/gb_per_s"):
