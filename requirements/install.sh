@@ -2,20 +2,22 @@
 # Puts the pinned packages of requirements/cpu.txt, of other lists and the project into .venv, or $VENV, with uv.
 #
 #   requirements/install.sh [sglang-cpu] [dev] [bench]
+#   BASE=gpu requirements/install.sh [dev]                   # requirements/gpu.txt in place of cpu.txt, with SGLang
 #
 # The Makefile calls this before everything it runs: a second call does nothing. PYTHON names the interpreter to use
 # (3.11 or later). The environment is made anew, from uv's cache, if a list has changed, if a call was interrupted or if
 # the directory has moved.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${VENV:-.venv}
-set -- cpu "$@"
+venv=${VENV:-.venv} base=${BASE:-cpu}
+set -- "$base" "$@"
 
 say() { printf '[setup] %s\n' "$*"; }
 fail() { say "error: $*" >&2 && exit 1; }
 
 case " $* $(uname -sm)" in
-    *" sglang-cpu "*"Linux x86_64") ;;
+    *" sglang-cpu "*"Linux x86_64" | *" gpu "*"Linux x86_64") ;;
+    *" gpu "*) fail "the pinned GPU packages are for Linux on x86-64, this is $(uname -sm); make GPU= has those of CPUs" ;;
     *" sglang-cpu "*) fail "the SGLang packages are for Linux on x86-64, this is $(uname -sm); use ENGINE=torch" ;;
 esac
 if command -v flock >/dev/null; then # one set-up at a time
@@ -23,10 +25,10 @@ if command -v flock >/dev/null; then # one set-up at a time
     flock -n 9 || { say "waiting for another set-up in this directory" && flock 9; }
 fi
 
-# $venv/installed-LIST holds the state in which a list was installed. That of cpu is removed first and written last.
+# $venv/installed-LIST holds the state in which a list was installed. That of the base is removed first and written last.
 state=$(pwd && cat requirements/*.txt | cksum)
 installed() { [ "$(cat "$venv/installed-$1" 2>/dev/null)" = "$state" ]; }
-usable() { installed cpu && "$venv/bin/python" -c '' 2>/dev/null; }
+usable() { installed "$base" && "$venv/bin/python" -c '' 2>/dev/null; }
 current() {
     for list; do installed "$list" || return; done
     cmp -s pyproject.toml "$venv/installed-project"
@@ -48,7 +50,7 @@ if ! usable; then
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check uv==0.13.9
     fresh=yes
 fi
-rm -f "$venv/installed-cpu"
+rm -f "$venv/installed-$base"
 export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(pip_option index-url)}
 certificates=${SSL_CERT_FILE:-$(pip_option cert)}
 [ -z "$certificates" ] || export SSL_CERT_FILE=$certificates
@@ -63,11 +65,12 @@ certificates=${SSL_CERT_FILE:-$(pip_option cert)}
         uv_install --no-deps --require-hashes -r requirements/transformers4.txt --target "$venv/share/transformers4" ;;
     esac
 )
-# After the lists: what torch needs is there by then, with its hash, and does not come from another index.
-if [ -n "${fresh:-}" ]; then
+# After the lists: what torch needs is there by then, with its hash, and does not come from another index. The list for
+# GPUs holds torch itself.
+if [ -n "${fresh:-}" ] && [ "$base" = cpu ]; then
     UV_INDEX=${UV_INDEX:-$(pip_option extra-index-url)} UV_FIND_LINKS=${UV_FIND_LINKS:-$(pip_option find-links | tr ' ' ,)} \
         UV_INDEX_STRATEGY=unsafe-best-match uv_install -r requirements/torch.txt -c requirements/cpu.txt
 fi
 uv_install --quiet --no-deps --no-build-isolation --editable .
 cp pyproject.toml "$venv/installed-project"
-for list in "${@:2}" cpu; do printf '%s\n' "$state" >"$venv/installed-$list"; done
+for list in "${@:2}" "$base"; do printf '%s\n' "$state" >"$venv/installed-$list"; done

@@ -343,13 +343,14 @@ def declared() -> dict[str, list[Requirement]]:
     extras = project["optional-dependencies"]
     named = {
         "cpu.txt": project["dependencies"] + extras["smollm2"],
-        "sglang-cpu.txt": extras["sglang"],
+        "sglang-cpu.txt": [line for line in extras["sglang"] if not line.startswith("cuda-toolkit")],
+        "gpu.txt": project["dependencies"] + extras["smollm2"] + extras["sglang"],
         "dev.txt": extras["dev"] + extras["tensorboard"],
     }
     return {name: [Requirement(line) for line in lines] for name, lines in named.items()}
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt", "dev.txt"])
+@pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt", "dev.txt", "gpu.txt"])
 def test_pins_satisfy_what_is_declared(name: str) -> None:
     pinned = pins("torch.txt") | pins("cpu.txt") | pins(name)  # every list is installed on top of these two
     for requirement in declared()[name]:
@@ -362,25 +363,34 @@ def test_locked_list_has_the_pins_that_it_is_made_from(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [f"{name}.txt" for name in ("cpu", "sglang-cpu", "torchvision", "transformers4", "dev", "bench")]
+    "name", [f"{name}.txt" for name in ("cpu", "sglang-cpu", "torchvision", "transformers4", "dev", "bench", "gpu")]
 )
 def test_every_locked_package_has_a_hash(name: str) -> None:
-    """torch stands apart, in torch.txt: its build depends on the machine."""
+    """But on a GPU torch stands apart, in torch.txt: its build depends on the machine."""
     text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
     hashed = re.findall(r"^([\w.-]+)==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", text, re.MULTILINE)
     assert {canonicalize_name(package) for package in hashed} == pins(name).keys()
-    assert "torch" not in pins(name)
+    assert ("torch" in pins(name)) is (name == "gpu.txt")
 
 
-def test_gpu_image_takes_ranges_that_hold_the_tested_versions() -> None:
-    """An exact version that the image does not have would end its build."""
-    lines = (ROOT / "requirements" / "gpu.txt").read_text(encoding="utf-8").splitlines()
-    requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    tested = pins("cpu.txt")
-    for requirement in requirements:
-        assert requirement.specifier.contains(tested[canonicalize_name(requirement.name)]), requirement
-    exact = [each.name for each in requirements if re.search(r"==[\d.]+\d$", str(each.specifier))]
-    assert exact == ["ray"]
+def test_the_gpu_packages_are_of_one_release_of_cuda_and_join_the_tools() -> None:
+    """FlashInfer refuses an nvcc of another release than the headers of torch's CUDA; both lists go in one command."""
+    gpu = pins("gpu.txt")
+    cuda = {
+        name: version for name, version in gpu.items() if re.fullmatch(r"nvidia-(cuda-(nvcc|crt|runtime)|nvvm)", name)
+    }
+    assert len(cuda) == 4 and len({version.rpartition(".")[0] for version in cuda.values()}) == 1, cuda
+    assert gpu["ray"] == pins("cpu.txt")["ray"]
+    assert not gpu.keys() & pins("dev.txt").keys()
+
+
+def test_the_image_takes_the_ranges_of_the_project() -> None:
+    """An exact version that the image does not have would end its build; Ray's is added."""
+    lines = (ROOT / "requirements" / "image.txt").read_text(encoding="utf-8").splitlines()
+    ranges = {each.name: each.specifier for each in declared()["cpu.txt"]}
+    for requirement in (Requirement(line) for line in lines if line and not line.startswith("#")):
+        pinned = requirement.name == "ray" and str(requirement.specifier) == f"=={pins('cpu.txt')['ray']}"
+        assert pinned or requirement.specifier == ranges[requirement.name], requirement
 
 
 def test_imports_are_declared() -> None:

@@ -35,6 +35,15 @@ def test_the_demo_trains_the_recipe_of_its_model(words: tuple[str, ...], command
     assert (ROOT / "recipes" / f"{command.split()[2]}.yaml").is_file()
 
 
+@pytest.mark.parametrize("target", ["setup", "test", "demo", "lint"])
+def test_a_host_with_gpus_gets_the_packages_for_them(target: str) -> None:
+    """Whatever the target, or one would make .venv anew for the next."""
+    with_gpus, without = (next(line for line in make(target, word).stdout.splitlines() if "install.sh" in line)
+                          for word in ("GPU=/dev/nvidia0", "GPU="))  # fmt: skip
+    assert "BASE=gpu requirements/install.sh" in with_gpus and "sglang-cpu" not in with_gpus
+    assert "BASE" not in without and ("sglang-cpu" in without or target == "lint")
+
+
 @pytest.mark.parametrize("word", ["MODEL=gpt", "ENGINE=vllm"])
 def test_another_model_or_engine_is_refused(word: str) -> None:
     done = make("demo", word)
