@@ -297,7 +297,11 @@ class SGLangEngine(Engine):
         except EngineError as error:
             raise EngineError(f"{self._name} start: {error}") from error
         environment = server_environment(
-            self._config, device=self._device, num_threads=self._num_threads, needs=self._needs
+            self._config,
+            device=self._device,
+            num_threads=self._num_threads,
+            needs=self._needs,
+            quantization=self._quantization,
         )
         arguments = server_args(
             self._config,

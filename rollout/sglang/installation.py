@@ -16,7 +16,7 @@ from rollout.config import SGLANG_REMEDY, Quantization, SGLangConfig
 from rollout.engine import EngineError
 from rollout.sglang.adapter_server import ACTIVE, NUM_SLOTS
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, EXACT_ATTENTION_BACKEND, EXACT_VARIABLE, PLATFORM_NAME
-from rollout.sglang.cuda_packages import CUDA_REMEDY, cuda_problem
+from rollout.sglang.cuda_host import cuda_environment, engine_lacks, listed
 from rollout.sglang.loader import LOADER
 from rollout.sglang.quantized import quantized_server_args
 from rollout.types import AdapterSpec
@@ -99,13 +99,18 @@ def check_installation(*, device: str, sleeps: bool = False) -> str:
             "SGLang on a CPU needs Parity's platform plug-in, which is registered when Parity is installed: "
             "pip install -e ."
         )
-    if device == "cuda" and (reason := cuda_problem(sleeps=sleeps)):
-        raise EngineError(f"SGLang {version} cannot run on a GPU here: {reason}. {CUDA_REMEDY}")
+    if device == "cuda" and (lacks := engine_lacks(sleeps=sleeps)):
+        raise EngineError(f"SGLang {version} cannot run on a GPU here: {listed(lacks)}")
     return version
 
 
 def server_environment(
-    config: SGLangConfig, *, device: str, num_threads: int | None, needs: ServerNeeds
+    config: SGLangConfig,
+    *,
+    device: str,
+    num_threads: int | None,
+    needs: ServerNeeds,
+    quantization: Quantization = Quantization.none,
 ) -> dict[str, str]:
     """Environment variables of the server, in addition to this process's environment."""
     environment = {
@@ -126,16 +131,33 @@ def server_environment(
             # SGLang wants a NUMA node or a list of cores for every rank; each rank gets all cores of this process.
             cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * config.tp_size)
-    if device == "cuda" and config.exact:
-        environment[EXACT_VARIABLE] = "1"
-    if device == "cuda" and config.gpu_share < 1:
-        # The ranks need not hold the same on every GPU of the engine; SGLang takes what all of them have free.
-        environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
-    if device == "cuda" and needs.sleeps:
-        environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"  # else several GiB of graphs stay on the GPU
+    if device == "cuda":
+        environment |= cuda_environment(sleeps=needs.sleeps) | _gpu_variables(config, needs, quantization)
     if num_threads is not None:
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads))
     return environment
+
+
+def _gpu_variables(config: SGLangConfig, needs: ServerNeeds, quantization: Quantization) -> dict[str, str]:
+    """SGLang's own variables of a server on a GPU. Not yet run on a GPU."""
+    variables: dict[str, str] = {}
+    defaults: dict[str, str] = {}
+    if config.exact:
+        variables[EXACT_VARIABLE] = "1"
+    if config.gpu_share < 1:
+        # The ranks need not hold the same on every GPU of the engine; SGLang takes what all of them have free.
+        variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
+    if needs.sleeps:
+        variables["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"  # else several GiB of graphs stay on the GPU
+    if needs.sleeps and config.tp_size > 1:
+        # As the trainer miles has it: this all-reduce is made for memory that stays, and a check of the idle cache,
+        # which would end the server, warns instead.
+        names = ("SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE")
+        defaults |= dict.fromkeys(names, "false")
+    if quantization is Quantization.fp8:
+        # Kernels for every number of rows up to 16,384 take longer than rollout.start_timeout_s; few are ever used.
+        defaults["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] = "false"
+    return variables | {name: value for name, value in defaults.items() if name not in os.environ}
 
 
 def shared_gpu_args(config: SGLangConfig, needs: ServerNeeds) -> dict[str, Any]:

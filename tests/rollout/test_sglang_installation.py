@@ -1,9 +1,11 @@
-"""What a GPU engine needs, found by package metadata: each missing package and wrong build is named."""
+"""What a GPU engine needs of packages, found by their metadata: each missing one and each wrong build is named."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,9 @@ import pytest
 from rollout.config import SGLangConfig
 from rollout.engine import EngineError
 from rollout.group.worker import EngineSetup, build_engine
+from rollout.sglang import installation
 from rollout.sglang.cpu.platform import EXACT_VARIABLE
-from rollout.sglang.cuda_packages import cuda_problem, torch_without_cuda
+from rollout.sglang.cuda_host import Lack, package_lacks, torch_lacks
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.installation import ServerNeeds, check_installation, server_args, server_environment
 
@@ -34,11 +37,14 @@ def environment(monkeypatch: pytest.MonkeyPatch, *, torch: str, pin: str, module
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torchao==0.9", pin, "torch_memory_saver>=0.0.9"])
 
 
+def lacking(*, sleeps: bool) -> list[str]:
+    return [lack.what for lack in (*torch_lacks(), *package_lacks(sleeps=sleeps))]
+
+
 @pytest.mark.parametrize("torch", ["2.14.1", "2.14.1+cu130", "2.14.1+1a2b3c.nv26.08"])
 def test_a_fitting_environment_has_no_problem(monkeypatch: pytest.MonkeyPatch, torch: str) -> None:
     environment(monkeypatch, torch=torch, pin="torch==2.14.1")
-    assert cuda_problem(sleeps=True) == ""
-    assert check_installation(device="cuda", sleeps=True) == "0.5.23"
+    assert lacking(sleeps=True) == []
 
 
 @pytest.mark.parametrize("missing", MODULES)
@@ -48,11 +54,27 @@ def test_a_missing_module_is_named_with_its_package(
 ) -> None:
     left = tuple(module for module in MODULES if module != missing)
     environment(monkeypatch, torch="2.14.1+cu130", pin="torch==2.14.1", modules=left)
+    lacks = package_lacks(sleeps=sleeps)
     if missing == "torch_memory_saver" and not sleeps:
-        assert check_installation(device="cuda", sleeps=sleeps) == "0.5.23"
+        assert lacks == []
         return
-    with pytest.raises(EngineError, match=rf"SGLang finds no {missing} \(package \S+\)\. Use the image"):
-        check_installation(device="cuda", sleeps=sleeps)
+    [lack] = lacks
+    assert re.search(rf"no {missing} \(package \S+\)", lack.what) and "make setup" in lack.remedy
+
+
+@pytest.mark.parametrize("libc", [("glibc", "2.31"), ("glibc", "2.9"), ("", "")])
+def test_a_c_library_for_which_there_are_no_wheels_is_named(
+    monkeypatch: pytest.MonkeyPatch, libc: tuple[str, str]
+) -> None:
+    """Only beside kernels that are missing: those of somebody's own build are there."""
+    monkeypatch.setattr(platform, "libc_ver", lambda: libc)
+    environment(monkeypatch, torch="2.14.1+cu130", pin="torch==2.14.1")
+    assert lacking(sleeps=True) == []
+    environment(monkeypatch, torch="2.14.1+cu130", pin="torch==2.14.1", modules=())
+    [_, lack] = package_lacks(sleeps=True)
+    assert "2.34" in lack.what and (libc[1] or "another") in lack.what and "Ubuntu 22.04" in lack.remedy
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.34"))
+    assert len(lacking(sleeps=True)) == 1
 
 
 @pytest.mark.parametrize(
@@ -63,26 +85,28 @@ def test_builds_of_torch_without_cuda_are_told_by_their_label(
     monkeypatch: pytest.MonkeyPatch, torch: str, without_cuda: bool
 ) -> None:
     environment(monkeypatch, torch=torch, pin="torch==2.14.1")
-    expected = f"torch {torch} is a build without CUDA" if without_cuda else ""
-    assert (torch_without_cuda(), cuda_problem(sleeps=False)) == (expected, expected)
+    assert lacking(sleeps=False) == ([f"torch {torch} is a build without CUDA"] if without_cuda else [])
 
 
 @pytest.mark.parametrize("pin", ["torch==2.14.1", "torch == 2.14.1", 'torch==2.14.1 ; sys_platform == "linux"'])
 def test_another_torch_than_the_kernels_were_built_for_is_named(monkeypatch: pytest.MonkeyPatch, pin: str) -> None:
     environment(monkeypatch, torch="2.13.0+cu130", pin=pin)
-    assert cuda_problem(sleeps=False) == "SGLang 0.5.23 is built for torch 2.14.1, and 2.13.0+cu130 is installed"
+    assert lacking(sleeps=False) == ["SGLang 0.5.23 is built for torch 2.14.1, and 2.13.0+cu130 is installed"]
 
 
 def test_a_release_without_a_pin_takes_any_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     environment(monkeypatch, torch="2.15.0+cu130", pin="torch>=2.14")
-    assert cuda_problem(sleeps=False) == ""
+    assert lacking(sleeps=False) == []
 
 
-def test_every_reason_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_says_everything_that_its_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     environment(monkeypatch, torch="2.13.0+cpu", pin="torch==2.14.1", modules=())
-    reason = cuda_problem(sleeps=True)
-    for words in (*MODULES, "2.13.0+cpu is a build without CUDA", "built for torch 2.14.1"):
-        assert words in reason
+    no_compiler = Lack("there is no compiler", "Install one.")
+    monkeypatch.setattr(installation, "engine_lacks", lambda *, sleeps: [*package_lacks(sleeps=sleeps), no_compiler])
+    with pytest.raises(EngineError) as raised:
+        check_installation(device="cuda", sleeps=True)
+    for words in (*MODULES, "built for torch 2.14.1", "there is no compiler. Install one."):
+        assert words in str(raised.value)
 
 
 def test_a_cpu_engine_needs_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +116,7 @@ def test_a_cpu_engine_needs_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_imported_for_the_answer() -> None:
     program = (
-        "import sys; from rollout.sglang.cuda_packages import cuda_problem; cuda_problem(sleeps=True); "
+        "import sys; from rollout.sglang.cuda_host import engine_lacks; engine_lacks(sleeps=True); "
         "print([name for name in ('torch', 'sglang', 'ray') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

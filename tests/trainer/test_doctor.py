@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cli_process import parity
 
+from rollout.sglang.cuda_host import Lack
 from trainer.cli import doctor
 from trainer.cli.doctor import MISSING, NOTE, OK, Finding, Findings
 from trainer.limits.machine import Machine
@@ -53,10 +54,10 @@ def versions(monkeypatch: pytest.MonkeyPatch, sglang: str | None) -> None:
 TORCH = Finding(OK, "torch", "2.13.0")
 
 
-def cuda_packages(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    """Let `reason` keep SGLang from the GPUs, "" for nothing."""
-    for module in ("installation", "cuda_packages"):
-        monkeypatch.setattr(f"rollout.sglang.{module}.cuda_problem", lambda *, sleeps: reason)
+def gpu_host(monkeypatch: pytest.MonkeyPatch, *lacks: Lack) -> None:
+    """Let `lacks` keep SGLang from the GPUs."""
+    for module in ("installation", "cuda_host"):
+        monkeypatch.setattr(f"rollout.sglang.{module}.engine_lacks", lambda *, sleeps: list(lacks))
 
 
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,36 +77,41 @@ def test_no_sglang_leaves_the_embedded_engine(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_old_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_packages(monkeypatch, "")
+    gpu_host(monkeypatch)
     versions(monkeypatch, "0.5.9")
-    finding = doctor._sglang(TORCH, gpus=["H200"])
+    [finding] = doctor._sglang(TORCH, gpus=["H200"])
     assert finding.status == MISSING
     assert "0.5.9 is too old; the floor is 0.5.23" in finding.found
     for good in ("0.5.23", "0.5.23.post1", "0.10.0rc1"):
         versions(monkeypatch, good)
-        assert doctor._sglang(TORCH, gpus=["H200"]) == Finding(OK, "sglang", good)
+        assert doctor._sglang(TORCH, gpus=["H200"]) == [Finding(OK, "sglang", good)]
 
 
-def test_an_environment_for_cpus_on_a_machine_with_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_packages(monkeypatch, "SGLang finds no sgl_kernel")
+def test_what_a_machine_with_gpus_lacks_is_noted_each_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if torch for CPUs sees none of its GPUs; engines can run there, on the CPU."""
+    lacks = [Lack("SGLang finds no sgl_kernel", "make setup"), Lack("there is no ninja", "pip install ninja")]
+    gpu_host(monkeypatch, *lacks)
     machine = Machine(cpus=2, gpus=1, memory=2**40)
-    monkeypatch.setattr(doctor, "this_machine", lambda: machine)  # torch for CPUs sees none of its GPUs
+    monkeypatch.setattr(doctor, "this_machine", lambda: machine)
     versions(monkeypatch, "0.6.0")
-    status, _, found, remedy = doctor._sglang(TORCH, gpus=[])
-    assert (status, found) == (NOTE, "0.6.0, not on the GPUs of this machine: SGLang finds no sgl_kernel")
-    assert "image of the Dockerfile" in remedy
+    of_cpu, *noted = doctor._sglang(TORCH, gpus=[])
+    assert of_cpu == Finding(OK, "sglang", "0.6.0")
+    assert [(each.status, each.remedy) for each in noted] == [(NOTE, lack.remedy) for lack in lacks]
+    assert all(lack.what in each.found for each, lack in zip(noted, lacks, strict=True))
+    shown = doctor.render(doctor.examine())
+    assert "not on the GPUs of this machine: there is no ninja -> pip install ninja" in shown
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: importlib.metadata.EntryPoints())
-    assert doctor._sglang(TORCH, gpus=[]).status == MISSING, "not on the CPU either"
+    assert doctor._sglang(TORCH, gpus=[])[0].status == MISSING, "not on the CPU either"
 
 
 def test_sglang_on_a_cpu_needs_its_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_packages(monkeypatch, "")
+    gpu_host(monkeypatch)
     versions(monkeypatch, "0.6.0")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: importlib.metadata.EntryPoints())
-    finding = doctor._sglang(TORCH, gpus=[])
+    [finding] = doctor._sglang(TORCH, gpus=[])
     assert finding.status == MISSING
     assert "pip install -e ." in finding.found
-    assert doctor._sglang(TORCH, gpus=["H200"]).status == OK
+    assert doctor._sglang(TORCH, gpus=["H200"])[0].status == OK
 
 
 def test_a_missing_requirement_means_that_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from policy_cases import make_config
 
+from rollout.sglang.cuda_host import Lack
+from trainer.policy import worker
 from trainer.policy.worker import PolicySetup, PolicyWorker
 
 
@@ -41,10 +43,22 @@ def test_a_rank_takes_gpu_0_whatever_a_launcher_said(tmp_path: Path, monkeypatch
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(worker, "rank_lacks", list)  # torch is for CPUs here
     monkeypatch.setattr(dist, "init_process_group", join)
     with pytest.raises(JoinedError):
         cuda_rank(tmp_path).setup()
     assert calls == [0, ("cpu:gloo,cuda:nccl", torch.device("cuda", 0), False)]
+
+
+def test_a_machine_that_cannot_compile_kernels_is_named_before_the_ranks_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine of a cluster the driver cannot look."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(worker, "rank_lacks", lambda: [Lack("there is no C compiler", "Install one.")])
+    with pytest.raises(RuntimeError, match=r"no C compiler\. Install one\."):
+        cuda_rank(tmp_path).setup()
+    assert not (tmp_path / "meet").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -64,13 +64,13 @@ def examine() -> Findings:
     required = [_python(), torch_found, *(_package(name) for name in REQUIRED), _loopback(), _shared_memory()]
     engines: list[str] = []
     if all(finding.status != MISSING for finding in required):
-        engines = ["torch"] if sglang.status == MISSING else ["sglang", "torch"]
+        engines = ["torch"] if sglang[0].status == MISSING else ["sglang", "torch"]
     verdict = Finding(MISSING, "engines", "none can run", "Mend what is MISSING above.")
     if engines:
         verdict = Finding(OK, "engines", f"available: {', '.join(f'rollout={name}' for name in engines)}")
     gpu = Finding(OK, "GPUs", ", ".join(gpus)) if gpus else Finding(NOTE, "GPUs", "none: runs use the CPU")
     resources = (_cores(), _memory(), _disk(), _cache(), _ceilings(torch_found, gpus))
-    return Findings(all=(*required, sglang, gpu, *resources, _wandb(), verdict), engines=tuple(engines))
+    return Findings(all=(*required, *sglang, gpu, *resources, _wandb(), verdict), engines=tuple(engines))
 
 
 def render(findings: Findings) -> str:
@@ -114,27 +114,26 @@ def _torch() -> tuple[Finding, list[str]]:
     return Finding(OK, "torch", f"{torch.__version__}, no CUDA"), []
 
 
-def _sglang(torch_found: Finding, *, gpus: list[str]) -> Finding:
-    """Check that rollout=sglang can run: the package, its release, its kernels where this machine has GPUs, and its
-    CPU platform where it has none.
+def _sglang(torch_found: Finding, *, gpus: list[str]) -> list[Finding]:
+    """Check that rollout=sglang can run: the package, its release, its CPU platform on a machine without GPUs, and on
+    one with GPUs what its engines lack there, each with its remedy.
 
     An environment for CPUs on a machine with GPUs is noted, for engines can run there, on the CPU.
     """
     if torch_found.status == MISSING:
-        return Finding(MISSING, "sglang", "cannot run without torch")
+        return [Finding(MISSING, "sglang", "cannot run without torch")]
     from rollout.engine import EngineError
-    from rollout.sglang.cuda_packages import CUDA_REMEDY, cuda_problem
+    from rollout.sglang.cuda_host import engine_lacks
     from rollout.sglang.installation import check_installation
 
     has_gpus = bool(gpus) or this_machine().gpus > 0
-    reason = cuda_problem(sleeps=True) if has_gpus else ""
+    lacks = engine_lacks(sleeps=True) if has_gpus else []
+    noted = [Finding(NOTE, "sglang", f"not on the GPUs of this machine: {lack.what}", lack.remedy) for lack in lacks]
     try:
-        version = check_installation(device="cuda" if has_gpus and not reason else "cpu", sleeps=True)
+        version = check_installation(device="cuda" if has_gpus and not lacks else "cpu", sleeps=True)
     except EngineError as error:
-        return Finding(MISSING, "sglang", str(error))
-    if reason:
-        return Finding(NOTE, "sglang", f"{version}, not on the GPUs of this machine: {reason}", CUDA_REMEDY)
-    return Finding(OK, "sglang", version)
+        return [Finding(MISSING, "sglang", str(error)), *noted]
+    return [Finding(OK, "sglang", version), *noted]
 
 
 def _cores() -> Finding:

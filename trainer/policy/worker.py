@@ -24,6 +24,7 @@ from rollout.processes.inherited import forget_launcher
 from rollout.processes.network import use_interface_towards
 from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
+from rollout.sglang.cuda_host import listed, rank_lacks
 from rollout.types import SharedWeights, WeightLayout
 from rollout.weights.packing import DTYPES
 from rollout.weights.weight_broadcast import Receiver
@@ -90,13 +91,15 @@ class PolicyInfo:
 def use_own_gpu() -> torch.device:
     """Make the one GPU that Ray shows this process torch's current device; not yet run on a GPU.
 
-    Raises RuntimeError if torch sees none.
+    Raises RuntimeError if torch sees none, or if its kernels cannot be compiled on this machine.
     """
     if not torch.cuda.is_available():
         raise RuntimeError(
             f"torch {torch.__version__} sees no GPU here, and policy.gpus_per_worker asks for one: install the build "
             "of torch for CUDA, or compare nvidia-smi with the CUDA version of the build; parity doctor looks at both"
         )
+    if lacks := rank_lacks():
+        raise RuntimeError(f"a rank cannot use the GPU of this machine: {listed(lacks)}")
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from algorithms.config import ConfigError, Problem
 from algorithms.config.home import from_home
 from rollout.config import SGLANG_REMEDY, SGLangConfig
-from rollout.sglang.cuda_packages import CUDA_REMEDY, cuda_problem, torch_without_cuda
+from rollout.sglang.cuda_host import engine_lacks, rank_lacks, torch_lacks
 from trainer.compose.compose import Resolution
 from trainer.config.outputs import WANDB_RUN_ID, WandbMode
 from trainer.config.train import TrainConfig
@@ -51,7 +51,7 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
     problems += variable_problems(configs)
     if any(config.tracking.tensorboard for config in configs):
         problems += [problem for problem in [missing_tensorboard()] if problem is not None]
-    found = [problem for config in configs for problem in gpu_package_problems(config, trains=trains)]
+    found = [problem for config in configs for problem in gpu_host_problems(config, trains=trains)]
     found += [problem for config in configs if trains and begins(config) for problem in source_problems(config)]
     problems += {str(problem): problem for problem in found}.values()
     if trains:
@@ -60,26 +60,24 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
     return [*problems, *task_problems(configs, trains=trains)]
 
 
-def gpu_package_problems(config: TrainConfig, *, trains: bool) -> Iterator[Problem]:
-    """Yield the problems of ranks and engines on GPUs of this machine whose packages were built for CPUs.
+def gpu_host_problems(config: TrainConfig, *, trains: bool) -> Iterator[Problem]:
+    """Yield what ranks and engines on GPUs of this machine lack: packages, compilers, CUDA; what both lack, once.
 
-    Without a GPU here another rule refuses the run; what a cluster's machines have installed is not known here, and
-    every engine looks by itself.
+    Without a GPU here another rule refuses the run; what a cluster's machines have is not known here, and every rank
+    and every engine looks by itself.
     """
     policy, rollout = config.policy, config.rollout
     if config.cluster.address is not None or not this_machine().gpus:
         return
-    cpu_torch = torch_without_cuda()
-    if trains and policy.gpus_per_worker and cpu_torch:
-        yield config.broken("policy.gpus_per_worker", f"must be 0 in this environment: {cpu_torch}", CUDA_REMEDY)
-    if not rollout.gpus_per_engine:
-        return
-    reason = cpu_torch
-    if isinstance(rollout, SGLangConfig) and importlib.util.find_spec("sglang") is not None:
-        sleeps = trains and memory_plan(config, device_bytes=gpu_bytes()).takes_turns
-        reason = cuda_problem(sleeps=sleeps)
-    if reason:
-        yield config.broken("rollout.gpus_per_engine", f"must be 0 in this environment: {reason}", CUDA_REMEDY)
+    lacks = {lack: "policy.gpus_per_worker" for lack in (rank_lacks() if trains and policy.gpus_per_worker else ())}
+    if rollout.gpus_per_engine:
+        of_engine = torch_lacks()
+        if isinstance(rollout, SGLangConfig):
+            sleeps = trains and memory_plan(config, device_bytes=gpu_bytes()).takes_turns
+            of_engine = engine_lacks(sleeps=sleeps)
+        lacks = dict.fromkeys(of_engine, "rollout.gpus_per_engine") | lacks
+    for lack, key in lacks.items():
+        yield config.broken(key, f"must be 0 on this host: {lack.what}", lack.remedy)
 
 
 def shared_id_problems(num_runs: int) -> list[Problem]:
