@@ -105,6 +105,14 @@ class Engine(Protocol):
         """
         ...
 
+    def give_back(self, count: int) -> list[int]:
+        """Give up to `count` requests back that the engine has not begun, the last ones -> their tickets.
+
+        `poll` does not return them. By default an engine keeps its requests: where the batch decides how a sample
+        rounds, a run is the same again only if every engine gets the same requests.
+        """
+        return []
+
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """Submit `requests` and wait -> one response per request, in order. Only for an engine with a single caller."""
         # Negative tickets, because callers of `submit` use tickets >= 0.

@@ -147,6 +147,7 @@ class EngineGroup:
         """
         deadline = time.monotonic() + timeout_s
         while not self._early:
+            self._take_back()
             self._dispatch()
             for member in self._serving():
                 if member.in_flight and member.pending_call is None:
@@ -322,9 +323,29 @@ class EngineGroup:
             for index, part in parts.items():
                 member = self._members[index]
                 member.in_flight.update(part)
+                member.has_queue = True
                 calls[index] = member.worker.submit.remote(list(part), list(part.values()))
             # The requests of an engine that is lost meanwhile return to the backlog.
             self._gather(calls, phase="generate", deadline_s=self._config.answer_timeout_s)
+
+    def _take_back(self) -> None:
+        """Where an engine has less than half as many requests as another: take back what the other has not begun.
+
+        `_dispatch` spreads it anew. Seeds are the requests' own, so it does not matter which engine serves one. All
+        requests are sent at once nevertheless: nobody dispatches while the policy is trained.
+        """
+        serving = self._serving()
+        fewest = min((len(member.in_flight) for member in serving), default=0)
+        queued = [member for member in serving if member.has_queue]
+        fullest = max(queued, key=lambda member: len(member.in_flight), default=None)
+        if self._backlog or fullest is None or len(fullest.in_flight) <= max(1, 2 * fewest):
+            return
+        call: ray.ObjectRef[Any] = fullest.worker.give_back.remote((len(fullest.in_flight) - fewest) // 2)
+        limit_s = self._config.answer_timeout_s
+        tickets = self._gather({fullest.index: call}, phase="generate", deadline_s=limit_s).get(fullest.index, [])
+        fullest.has_queue = bool(tickets)
+        self._backlog |= {ticket: fullest.in_flight[ticket] for ticket in tickets if ticket in fullest.in_flight}
+        fullest.forget(set(tickets))
 
     def _take_parts(self, serving: Sequence[Member]) -> dict[int, dict[int, GenerateRequest]]:
         """Take from the backlog what the engines can hold: index of the engine -> ticket -> request.

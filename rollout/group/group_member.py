@@ -60,6 +60,8 @@ class Member:
     health: Health = Health.starting
     in_flight: dict[int, GenerateRequest] = field(default_factory=dict)
     """Ticket -> request that the engine has not answered yet."""
+    has_queue: bool = False
+    """False if the engine has begun all of `in_flight`, as far as is known."""
     aborting: set[int] = field(default_factory=set)
     """Tickets of the requests in flight that the engine was told to abort."""
     abort_due: float = 0.0

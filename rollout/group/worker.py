@@ -149,6 +149,10 @@ class RolloutWorker:
     def abort(self, tickets: Sequence[int] | None) -> None:
         self._engine.abort(tickets)
 
+    @ray.method(concurrency_group="requests")
+    def give_back(self, count: int) -> list[int]:
+        return self._engine.give_back(count)
+
     def sampling_s(self) -> float:
         return self._engine.sampling_s
 

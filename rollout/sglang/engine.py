@@ -163,6 +163,13 @@ class SGLangEngine(Engine):
         """End unfinished requests. See `Engine.abort`."""
         self._stream("abort").abort(tickets)
 
+    def give_back(self, count: int) -> list[int]:
+        """Give requests back that the server does not have yet. See `Engine.give_back`."""
+        try:
+            return self._stream("give back").give_back(count)
+        except ClientError as error:
+            raise self._failure("give back", error) from error
+
     def load_weights(self, weights: PackedWeights) -> WeightReport:
         """Replace all weights, drop the prefix cache, verify the weights in SGLang bit by bit, set the version.
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
@@ -52,6 +52,9 @@ WINDOW_SLACK = 1.125
 """Ratio of sent requests to requests that the server runs together, so that free slots are filled without delay."""
 REMEMBERED = 256
 """Number of answers over which the mean length of a response is taken, about."""
+
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -185,6 +188,10 @@ class RequestStream:
         """End the unfinished jobs of `tickets`, None for all; `poll` returns them."""
         self._loop.call_soon_threadsafe(self._abort, None if tickets is None else set(tickets))
 
+    def give_back(self, count: int) -> list[int]:
+        """Remove up to `count` jobs that were not sent, the last ones -> their tickets; `poll` does not return them."""
+        return self._call(self._give_back(count))
+
     def drop(self) -> None:
         """End all unfinished jobs without an answer."""
         self._call(self._drop(None))
@@ -211,9 +218,9 @@ class RequestStream:
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(HANDOVER_TIMEOUT_S)
 
-    def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _call(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
         try:
-            asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(HANDOVER_TIMEOUT_S)
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(HANDOVER_TIMEOUT_S)
         except TimeoutError as error:
             text = f"the thread that sends requests did not answer within {HANDOVER_TIMEOUT_S:.0f} s"
             raise ClientError(text) from error
@@ -384,6 +391,19 @@ class RequestStream:
         for job in fresh:
             self._run_errand("/abort_request", {"rid": job.rid})
 
+    async def _give_back(self, count: int) -> list[int]:
+        jobs = [self._waiting.pop() for _ in range(min(count, len(self._waiting)))]
+        self._forget(len(jobs))
+        return [job.ticket for job in jobs]
+
+    def _forget(self, num_jobs: int, cause: ClientError | None = None) -> None:
+        """Note that unfinished jobs are gone, without an answer."""
+        with self._changed:
+            self._num_unfinished -= num_jobs
+            self._busy.set(is_busy=self._num_unfinished > 0)
+            self._failure = self._failure or cause
+            self._changed.notify_all()
+
     def _run_errand(self, route: str, body: Mapping[str, Any]) -> None:
         """Post without waiting. The replies to aborted requests show the effect of an abort, or a dead server."""
 
@@ -426,11 +446,7 @@ class RequestStream:
         for task in tasks:
             task.cancel()
         tasks += readings
-        with self._changed:
-            self._num_unfinished -= len(jobs)
-            self._busy.set(is_busy=self._num_unfinished > 0)
-            self._failure = self._failure or cause
-            self._changed.notify_all()
+        self._forget(len(jobs), cause)
         # The server notices the closed connections and ends the requests.
         await asyncio.gather(*tasks, return_exceptions=True)
 

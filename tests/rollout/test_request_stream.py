@@ -271,3 +271,23 @@ def test_an_aborted_request_is_not_repeated_and_a_lost_abort_is_no_failure(
     server.answer(2)
     assert stream.poll(10.0)[0].reply
     assert len(server.came) == 2
+
+
+def test_what_was_not_sent_is_given_back_and_the_rest_is_served(server: Server) -> None:
+    stream = RequestStream(server.client, window=2, timeout_s=60, is_shared=False)
+    try:
+        stream.submit(jobs(*range(1, 8)))
+        assert server.wait_for(2) == [1, 2]
+        assert stream.give_back(2) == [7, 6]
+        assert stream.num_unfinished == 5
+        server.answer(1, 2)
+        assert server.wait_for(4) == [1, 2, 3, 4]
+        assert stream.give_back(9) == [5] and stream.give_back(9) == []
+        server.answer(3, 4)
+        ended: list[int] = []
+        while len(ended) < 4:
+            ended += [answer.job.ticket for answer in stream.poll(10.0)]
+        assert sorted(ended) == [1, 2, 3, 4] and stream.num_unfinished == 0
+        assert server.wait_for(4) == [1, 2, 3, 4]
+    finally:
+        stream.close()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from rollout.engine import WeightReport, given_up
-from rollout.group.worker import RolloutWorker
+from rollout.group.worker import EngineSetup, RolloutWorker
 from rollout.types import Completion, GenerateRequest, PackedWeights, SharedWeights
 
 POISON, REFUSED = 61, 62
@@ -58,6 +59,44 @@ class HungWorker(RolloutWorker):
         if self._setup.index == 0:
             decoder_of(self).step = lambda *arguments: time.sleep(600)
         return report
+
+
+class QueueWorker(SlowWorker):
+    """Begins two requests at a time, as if its cache held no more, and gives others back; engine 1 is fast."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        super().__init__(setup)
+        self._queue: deque[tuple[int, GenerateRequest]] = deque()
+        self._begun: set[int] = set()
+        self._served: list[int] = []
+
+    def load_weights(self, weights: SharedWeights | PackedWeights) -> WeightReport:
+        is_slow = self._setup.index == 0
+        return super().load_weights(weights) if is_slow else RolloutWorker.load_weights(self, weights)
+
+    def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
+        self._queue.extend(zip(tickets, requests, strict=True))
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._queue and len(self._begun) < 2:
+            ticket, request = self._queue.popleft()
+            self._begun.add(ticket)
+            super().submit([ticket], [request])
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        completions = super().poll(timeout_s)
+        self._served += [completion.ticket for completion in completions]
+        self._begun -= {completion.ticket for completion in completions}
+        self._begin()
+        return completions
+
+    def give_back(self, count: int) -> list[int]:
+        return [self._queue.pop()[0] for _ in range(min(count, len(self._queue)))]
+
+    def served(self) -> list[int]:
+        """Tickets that this engine has answered."""
+        return self._served
 
 
 class MortalWorker(SlowWorker):

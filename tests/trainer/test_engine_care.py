@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 import torch
-from care_workers import POISON, REFUSED, DishonestWorker, HungWorker, MortalWorker, SlowWorker
+from care_workers import POISON, REFUSED, DishonestWorker, HungWorker, MortalWorker, QueueWorker, SlowWorker
 from policy_cases import held_versions, save_policy
 from policy_cases import published as published_on
 from transformers import AutoModelForCausalLM
@@ -267,6 +267,27 @@ def test_an_engine_that_never_gets_on_or_holds_other_weights_is_not_used(
             group._wait(1.0)
         assert group._members[0].lost_by.endswith("it was sent policy version 4 and reports 11")
         collect(group, group.submit(requests_of(4, tokens=20)))
+    finally:
+        group.stop()
+
+
+def test_a_fast_engine_serves_what_waits_in_the_queue_of_a_slow_one(
+    model_path: Path, published: Published, tmp_path: Path
+) -> None:
+    """Which engine serves a request changes no token, each is answered once, and the order is that of completion."""
+    group = build_group(QueueWorker, model_path, tmp_path, answer_timeout_s=60.0)
+    try:
+        load(group, published.version(6))
+        requests = requests_of(16, tokens=40)
+        tickets = group.submit(requests)
+        assert [len(member.in_flight) for member in group._members] == [8, 8]
+        of_slow = set(group._members[0].in_flight)
+        found = collect(group, tickets)
+        served = [ray.get(member.worker.served.remote()) for member in group._members]
+        assert sorted(served[0] + served[1]) == tickets
+        assert of_slow & set(served[1]) and len(served[1]) > len(served[0])
+        assert same_tokens(found, group.generate(requests))
+        assert group.metrics() == {"rollout/engine_restarts": 0.0, "rollout/redispatched": 0.0, "rollout/given_up": 0.0}
     finally:
         group.stop()
 
