@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu_check.attention_fit import fitting_attention
 from gpu_check.host import NEEDS_CUDA, Host, gib, milliseconds
-from gpu_check.rows import Row, judged, not_run, noted
+from gpu_check.rows import NotRunError, Row, judged, not_run, noted
 from trainer.batch.train_batch import Branch
 from trainer.scoring.attention import Segments, packed_attention
 
@@ -29,7 +30,28 @@ def attention(host: Host) -> Iterator[Row]:
         for name, segments in (("whole sequences", Segments(lengths)), ("and a shared prompt", shared)):
             for dtype in (torch.bfloat16, torch.float32):
                 yield _exactness(host, name, segments, dtype)
-        yield from _costs(host)
+        yield from _costs(host, (torch.bfloat16, torch.float32))
+        try:
+            with flash_attention_4(host):
+                yield _exactness(host, "and a shared prompt, FlashAttention 4", shared, torch.bfloat16)
+                yield from _costs(host, (torch.bfloat16,), " with FlashAttention 4")
+        except NotRunError as error:
+            yield not_run("3", "attention with FlashAttention 4", reason=str(error))
+
+
+@contextmanager
+def flash_attention_4(host: Host) -> Iterator[None]:
+    """torch's varlen attention with the kernels of FlashAttention 4, which SGLang installs; raises NotRunError."""
+    if not host.is_cuda:
+        raise NotRunError(NEEDS_CUDA)
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA4")
+    except (AttributeError, ImportError, RuntimeError, ValueError) as error:
+        raise NotRunError(f"{type(error).__name__}: {error}"[:200]) from error
+    try:
+        yield
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
 
 
 def _states(host: Host, tokens: int, heads: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,8 +99,8 @@ def _exactness(host: Host, name: str, segments: Segments, dtype: torch.dtype) ->
     )
 
 
-def _costs(host: Host) -> Iterator[Row]:
-    """Forward and backward of one layer of a 7B model, in bfloat16 and in float32."""
+def _costs(host: Host, dtypes: Sequence[torch.dtype], kernel: str = "") -> Iterator[Row]:
+    """Forward and backward of one layer of a 7B model in each of `dtypes`."""
     mixes = host.pick(
         {"16 of 1,024": [1024] * 16, "long-tailed": [512] * 16 + [1024] * 4 + [4096], "1 of 16,384": [16384]},
         {"4 of 32": [32] * 4, "1 of 128": [128]},
@@ -86,14 +108,14 @@ def _costs(host: Host) -> Iterator[Row]:
     heads = host.pick((28, 4), (4, 2))
     for mix, lengths in mixes.items():
         segments = Segments(list(lengths))
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in dtypes:
             inputs = _states(host, sum(lengths), heads, dtype)
 
             def work(inputs: tuple[Tensor, Tensor, Tensor] = inputs, segments: Segments = segments) -> object:
                 out, _ = packed_attention(nn.Module(), *inputs, None, segments=segments)
                 return torch.autograd.grad(out.float().sum(), inputs)
 
-            name = f"attention, {mix} tokens, {str(dtype).removeprefix('torch.')}"
+            name = f"attention, {mix} tokens, {str(dtype).removeprefix('torch.')}{kernel}"
             seconds = host.seconds(work, repeats=3)
             yield noted("3", name, measured=f"{milliseconds(seconds)}, {gib(host.peak(work))}")
             if host.is_cuda:

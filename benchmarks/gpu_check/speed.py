@@ -7,20 +7,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_check.host import NEEDS_CUDA, Host, gib, milliseconds
 from gpu_check.memory import RECIPES, SMALL
 from gpu_check.ranks import Setting, fake_rank, lone_rank, run_config, training_data
-from gpu_check.rows import Row, not_run, noted
+from gpu_check.rows import Row, judged, not_run, noted
 from rollout.config import DType
 from trainer.limits.ceilings import measure
 from trainer.limits.estimate import largest_micro_batch, model_shape
 from trainer.limits.floors import sequence_flops
+from trainer.policy.host_copy import local_part
 
 PROFILE_ROWS = 20
 ADAMW_NUMBERS = 2**28
 """Parameters of the comparison of AdamW's kernels: a gibibyte of float32."""
+COMPILED_BOUND = 1.5
+"""Largest error of the gradients of compiled layers, in errors of plain layers of the same dtype."""
 LONGEST = 8192
 """Cap of a micro-batch here: longer ones are a matter of memory, which check 4 measures."""
 
@@ -39,6 +43,36 @@ def speed(host: Host, name: str) -> Iterator[Row]:
     yield from _inside(check, host, base)
     for every in (0, 1):  # last, for a compiler can fail in ways of its own
         yield _step(check, host, replace(base, checkpoint_every=every, torch_compile=True), chunks[-1], flops)
+    if host.is_cuda:
+        yield compiled_gradients(check, host, base)
+
+
+def compiled_gradients(check: str, host: Host, base: Setting) -> Row:
+    """Distance of the gradients in bfloat16 from those in float32, plain and compiled: same weights, same samples."""
+    exact, plain, compiled = (
+        _gradients(host, replace(base, checkpoint_every=1, dtype=dtype, torch_compile=compiles))
+        for dtype, compiles in ((DType.float32, False), (DType.bfloat16, False), (DType.bfloat16, True))
+    )
+    usual, error = (float((found - exact).norm() / exact.norm()) for found in (plain, compiled))
+    return judged(
+        check,
+        "gradients with policy.torch_compile against float32",
+        expected=f"at most {COMPILED_BOUND:g} times as far as without: {usual:.2g}",
+        measured=f"{error:.2g}",
+        ok=error <= COMPILED_BOUND * usual,
+        reason="larger than the rounding of bfloat16: leave policy.torch_compile off",
+    )
+
+
+def _gradients(host: Host, setting: Setting) -> Tensor:
+    """The rank's gradients after one micro-batch, as one tensor [n] float32 on the host."""
+    config = run_config(setting, host)
+    groups = largest_micro_batch(config)
+    mini, samples = training_data(config, groups, vocab=setting.size.vocab, num_micro_batches=1)
+    with (lone_rank if setting.num_workers == 1 else fake_rank)(config, host) as worker:
+        worker.train([mini], samples, 1)
+        grads = [p.grad for p in worker._policy.model.parameters() if p.grad is not None]
+        return torch.cat([local_part(grad).detach().flatten().float().cpu() for grad in grads])
 
 
 def _step(check: str, host: Host, setting: Setting, chunk: int, flops_per_s: float) -> Row:

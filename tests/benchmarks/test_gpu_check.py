@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from test_style import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from gpu_check import attention, checks, full, head, memory, weights
+from gpu_check import attention, checks, full, head, memory, speed, weights
 from gpu_check import run as kit
 from gpu_check.checks import Check
 from gpu_check.host import Host
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.compose.compose import resolve
 from trainer.limits.model_shape import directory_shape
+from trainer.policy import worker
 from trainer.policy.model import weight_files
 from trainer.policy.trainable import Trainable
 from trainer.scoring.attention import Segments, packed_attention
@@ -133,6 +135,19 @@ def test_attention_is_held_against_float64(host: Host, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(attention, "packed_attention", leaking)
     assert len(failed(attention.attention(host))) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU torch.compile needs a C++ compiler")
+def test_gradients_of_compiled_layers_are_held_against_float32(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert speed.compiled_gradients("5", host, memory.SMALL).verdict is Verdict.holds
+
+    def broken(decoder: torch.nn.Module) -> None:
+        for layer in decoder.layers:  # type: ignore[union-attr]
+            layer.register_forward_hook(lambda module, args, out: out * 1.05)
+
+    monkeypatch.setattr(worker, "compile_layers", broken)
+    assert speed.compiled_gradients("5", host, memory.SMALL).verdict is Verdict.fails
 
 
 def test_a_flipped_bit_must_be_found(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
