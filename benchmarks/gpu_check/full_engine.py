@@ -28,7 +28,12 @@ from rollout.weights.shared_weights import WeightPublisher, WeightReader
 
 START_TIMEOUT_S = 1200.0
 """The first start on a GPU compiles kernels and captures graphs."""
-CACHE_VARIABLES = ("SGLANG_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR")
+CACHE_VARIABLES = (
+    "SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "SGLANG_DG_CACHE_DIR", "SGLANG_CUTE_AOT_CACHE_DIR", "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "TILELANG_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE",
+    "TVM_FFI_CACHE_DIR",
+)  # fmt: skip
+"""Every directory in which SGLang and what it calls keep compiled kernels."""
 SLEEPING_BYTES = 2 * 2**30
 """Memory that a sleeping server may keep: contexts and libraries."""
 FRACTIONS = (0.3, 0.6)

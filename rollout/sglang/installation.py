@@ -161,7 +161,7 @@ def _gpu_variables(config: SGLangConfig, needs: ServerNeeds, quantization: Quant
 
 
 def shared_gpu_args(config: SGLangConfig, needs: ServerNeeds) -> dict[str, Any]:
-    """ServerArgs that limit the memory of a server on a GPU that it shares with a rank. Not yet run on a GPU.
+    """ServerArgs for the memory of a server that shares its GPU with a rank, or sleeps. Not yet run on a GPU.
 
     SGLang's share is one of the memory that is free when it starts. A server that sleeps is alone on the GPU while it
     is awake. One in the place of a lost server finds a rank that has grown since the first start: it may take what is
@@ -205,7 +205,7 @@ def server_args(
 
     On a part of a GPU the memory is limited, also that of a server in the place of an earlier one.
     """
-    shares_gpu = device == "cuda" and config.gpu_share < 1
+    shares_gpu = device == "cuda" and (config.gpu_share < 1 or needs.sleeps)
     width = min(needs.num_requests, MAX_GRAPH_WIDTH) if device == "cuda" else 0
     return {
         **(CPU_SERVER_ARGS if device == "cpu" else {}),

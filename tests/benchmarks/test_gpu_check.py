@@ -17,7 +17,7 @@ from test_style import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from gpu_check import attention, checks, full, head, memory, speed, weights
+from gpu_check import attention, checks, full, full_engine, head, memory, speed, weights
 from gpu_check import run as kit
 from gpu_check.checks import Check
 from gpu_check.host import Host
@@ -25,6 +25,8 @@ from gpu_check.models import QWEN_32B, TINY, sparse_model
 from gpu_check.rows import NotRunError, Row, Verdict, append, judged, noted, read, summary, table
 from torch.distributed.fsdp import FSDPModule
 
+from rollout.config import SGLangConfig
+from rollout.sglang.installation import ServerNeeds, server_environment
 from trainer.compose.compose import resolve
 from trainer.limits.model_shape import directory_shape
 from trainer.policy import worker
@@ -251,3 +253,16 @@ def test_the_command_writes_rows_and_a_table(tmp_path: Path, method: str) -> Non
     assert [row.verdict.value for row in read(out / kit.ROWS)] == ["holds", "not run", "not run", "not run"]
     text = (out / kit.TABLE).read_text()
     assert "device cpu" in text and "| 11 | gloo: sum in float64, objects, mesh | they work |" in text
+
+
+@pytest.mark.sglang
+def test_caches_are_cold_when_check_20_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every directory in which SGLang keeps compiled kernels is a fresh one of the check, also for its server."""
+    from sglang.srt.environ import envs, third_party_cache_defaults
+
+    of_sglang = {name for name in dir(type(envs)) if name.startswith("SGLANG_") and name.endswith("CACHE_DIR")}
+    assert of_sglang | third_party_cache_defaults().keys() <= set(full_engine.CACHE_VARIABLES)
+    for name in full_engine.CACHE_VARIABLES:
+        monkeypatch.setenv(name, "/of/the/check")
+    given = server_environment(SGLangConfig(), device="cuda", num_threads=None, needs=ServerNeeds())
+    assert {given.get(name, "/of/the/check") for name in full_engine.CACHE_VARIABLES} == {"/of/the/check"}

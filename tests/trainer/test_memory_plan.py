@@ -232,6 +232,7 @@ def test_a_server_on_a_shared_gpu_is_started_to_give_memory_back(tmp_path: Path)
     assert shared_gpu_args(SGLangConfig(gpus_per_engine=0.4), ServerNeeds(cache_tokens=7)) == again
     assert arguments(mem_fraction_static=0.7)["mem_fraction_static"] == 0.7
     assert arguments(part=1.0, sleeps=False) == {}
+    assert arguments(part=1.0, sleeps=True) == alone
     assert arguments(part=2.0, sleeps=False, tp_size=4) == {"mem_fraction_static": 0.5}
     assert arguments(part=2.0, sleeps=True, tp_size=4) == alone
     assert arguments(part=2.0, sleeps=False, tp_size=2) == {}
