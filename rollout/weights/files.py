@@ -15,14 +15,16 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Tensor name -> shape, from the headers of the safetensors files.
 
     Beside the files that transformers reads there may be the same weights under other names, such as Mistral's
-    consolidated.safetensors. Raises FileNotFoundError if there is none, and ValueError for a damaged one.
+    consolidated.safetensors. Raises FileNotFoundError if there is none, or a part of them is missing, and ValueError
+    for a damaged one.
     """
     index = directory / INDEX_FILE
-    named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else [WEIGHT_FILE]
-    there = sorted(directory.glob("*.safetensors"))
-    files = [path for path in there if path.name in set(named)] or there
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors file in {directory}")
+    listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else [WEIGHT_FILE]
+    named, there = set(listed), sorted(directory.glob("*.safetensors"))
+    files = [path for path in there if path.name in named] or there
+    missing = named - {path.name for path in there}
+    if not files or 0 < len(missing) < len(named):
+        raise FileNotFoundError(f"no {min(missing) if files else '*.safetensors file'} in {directory}")
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         try:

@@ -38,7 +38,7 @@ from trainer.config.train import TrainConfig
 from trainer.config.training import LoraConfig, SmolLM2ModelConfig
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes, stored_linear_shapes
 from trainer.limits.floors import GroupLengths, training_flops
-from trainer.limits.model_shape import SMOLLM2_SHAPE
+from trainer.limits.model_shape import SMOLLM2, described_shapes, shape_of
 from trainer.policy.lora import NoAdapterError
 from trainer.policy.model import full_tensors, tensor_shapes
 from trainer.policy.shard_reader import DataReader
@@ -401,6 +401,6 @@ def test_sizes_of_the_built_in_models_are_those_of_their_files(tmp_path: Path) -
 
 
 def test_frozen_weights_cost_four_instead_of_six() -> None:
-    shape, groups = SMOLLM2_SHAPE, [GroupLengths(0, (10,), 10)]
+    shape, groups = shape_of(SMOLLM2, described_shapes(SMOLLM2)), [GroupLengths(0, (10,), 10)]
     full, frozen_flops = training_flops(shape, groups), training_flops(shape, groups, adapter=1000)
     assert full - frozen_flops == 2.0 * shape.matrix_parameters * 10 - 6.0 * 1000 * 10

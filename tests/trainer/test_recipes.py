@@ -120,6 +120,7 @@ def test_a_recipe_composes_and_has_a_plan(name: str, rows: Path) -> None:
     assert f"{config.batch.samples_per_step} samples per step" in text
     if isinstance(config.model, HFModelConfig):
         assert f"memory      unknown: {config.model.path} is not a local directory" in text
+        assert "its number of parameters is missing" in text
         assert "parameters unknown" in text
     else:
         assert "each of " in text.split("memory ")[1].splitlines()[0]

@@ -162,7 +162,7 @@ class Cluster:
         self._policy = PolicyGroup(
             workers,
             nodes=nodes[: config.num_workers],
-            memory_note=memory_plan(self._config, device_bytes=None).memory_note,
+            memory_note=memory_plan(self._config, device_bytes=None, model_path=model_path).memory_note,
             start_timeout_s=config.start_timeout_s,
             step_timeout_s=config.step_timeout_s,
             meets_at_port=init_method is None,
@@ -181,7 +181,7 @@ class Cluster:
         """
         if self._policy is not None and self._config.shares_gpus:
             self._policy.wait_ready()
-        takes_turns = self._policy_sleeps_first()
+        takes_turns = self._policy_sleeps_first(model_path)
         config = self._config.rollout
         models = self._model_places(model_path)
         places = self._places[self._config.policy.num_workers :]
@@ -215,12 +215,12 @@ class Cluster:
             self._shared_gpu.enable(awake=self._engines)
         return self._engines
 
-    def _policy_sleeps_first(self) -> bool:
+    def _policy_sleeps_first(self, model_path: Path) -> bool:
         """Decide whether the sides take turns; if so, the policy is asleep when this returns."""
         if self._policy is None or not may_take_turns(self._config):
             return False
         device_bytes = min((info.device_bytes or 0 for info in self._policy.wait_ready()), default=0)
-        plan = memory_plan(self._config, device_bytes=device_bytes or None)
+        plan = memory_plan(self._config, device_bytes=device_bytes or None, model_path=model_path)
         logger.info("%s", plan.verdict)
         if plan.takes_turns:
             self._policy.sleep()

@@ -12,18 +12,10 @@ from pathlib import Path
 from rollout.types import AdapterSpec
 from rollout.weights.files import tensor_shapes
 from trainer.config.train import TrainConfig
-from trainer.config.training import ArithmeticModelConfig, HFModelConfig, LoraConfig, SmolLM2ModelConfig
-from trainer.limits.model_shape import (
-    ARITHMETIC_MLP_FACTOR,
-    SMOLLM2_SHAPE,
-    ModelShape,
-    UnknownShapeError,
-    arithmetic_shape,
-    layer_of,
-)
+from trainer.config.training import LoraConfig
+from trainer.limits.model_shape import UnknownShapeError, layer_of, model_tensors
 
 ALL, ATTENTION = "all", "attention"
-SMOLLM2_MLP_SIZE = 1536
 _ATTENTION_PART = re.compile(r"\.(self_)?attn\.|\.attention\.")
 
 
@@ -45,22 +37,19 @@ def linear_shapes(config: TrainConfig) -> dict[str, tuple[int, ...]]:
 
     Raises UnknownShapeError if they cannot be known without the network.
     """
-    model = config.model
-    if isinstance(model, ArithmeticModelConfig):
-        return _block_shapes(arithmetic_shape(model), mlp_size=ARITHMETIC_MLP_FACTOR * model.hidden_size)
-    if isinstance(model, SmolLM2ModelConfig):
-        return _block_shapes(SMOLLM2_SHAPE, mlp_size=SMOLLM2_MLP_SIZE)
-    if not isinstance(model, HFModelConfig) or not (directory := Path(model.path)).is_dir():
-        raise UnknownShapeError(f"{model.description} is not a local directory, so its layers are not known here")
-    return stored_linear_shapes(directory)
+    return _linear(model_tensors(config.model)[1])
 
 
 def stored_linear_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Those of the model in a directory. Raises UnknownShapeError if its files do not say them."""
     try:
-        stored = tensor_shapes(directory)
+        return _linear(tensor_shapes(directory))
     except (OSError, ValueError) as error:
         raise UnknownShapeError(f"{directory}: {error}") from error
+
+
+def _linear(stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The matrices of the blocks among the tensors of a model."""
     weights = {name.removesuffix(".weight"): shape for name, shape in stored.items() if name.endswith(".weight")}
     return {name: shape for name, shape in weights.items() if len(shape) == 2 and layer_of(f"{name}.") is not None}
 
@@ -77,14 +66,3 @@ def sent_adapter(config: TrainConfig, model_path: Path) -> AdapterSpec | None:
 def adapter_parameters(shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig) -> int:
     """Parameters of an adapter beside linear layers of these shapes: rank x (in + out) of every chosen layer."""
     return sum(lora.rank * sum(shapes[name]) for name in chosen_layers(shapes, lora.targets))
-
-
-def _block_shapes(shape: ModelShape, *, mlp_size: int) -> dict[str, tuple[int, ...]]:
-    """Those of a Llama or Qwen2."""
-    hidden, attention, kv = shape.hidden_size, shape.attention_size, shape.kv_size // 2
-    of_block = {
-        "self_attn.q_proj": (attention, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, attention), "mlp.gate_proj": (mlp_size, hidden), "mlp.up_proj": (mlp_size, hidden),
-        "mlp.down_proj": (hidden, mlp_size),
-    }  # fmt: skip
-    return {f"model.layers.{n}.{name}": size for n in range(shape.num_layers) for name, size in of_block.items()}

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from rollout.config import DType
 from rollout.data.arithmetic import MAX_OPERAND
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
-from trainer.config.training import ArithmeticModelConfig, HFModelConfig, Offload, SmolLM2ModelConfig
+from trainer.config.training import Offload
 from trainer.limits.floors import GroupLengths
-from trainer.limits.model_shape import SMOLLM2_SHAPE, ModelShape, UnknownShapeError, arithmetic_shape, directory_shape
+from trainer.limits.model_shape import ModelShape, directory_shape, model_directory, model_tensors, shape_of
 
 DTYPE_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 MASTER_BYTES = 4
@@ -273,27 +272,15 @@ def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
 
 def model_shape(config: TrainConfig) -> ModelShape:
     """Sizes of the model of `config`; raises UnknownShapeError if they cannot be known without the network."""
-    if isinstance(config.model, ArithmeticModelConfig):
-        return arithmetic_shape(config.model)
-    if isinstance(config.model, SmolLM2ModelConfig):
-        return SMOLLM2_SHAPE
-    if isinstance(config.model, HFModelConfig):
-        return _local_shape(config.model.path)
-    raise UnknownShapeError(f"no size is known for model={config.model.kind}")
+    return shape_of(*model_tensors(config.model))
 
 
 def critic_shape(config: TrainConfig) -> ModelShape | None:
     """Sizes of the critic's initial model, None without a critic; raises as `model_shape`."""
     if not config.has_critic:
         return None
-    return model_shape(config) if config.critic.path is None else _local_shape(config.critic.path)
-
-
-def _local_shape(path: str) -> ModelShape:
-    directory = Path(path)
-    if not directory.is_dir():
-        raise UnknownShapeError(f"{path} is not a local directory, so its size is not known here")
-    return directory_shape(directory)
+    path = config.critic.path
+    return model_shape(config) if path is None else directory_shape(model_directory(path, None))
 
 
 def _prompt_cap(config: TrainConfig) -> int:

@@ -7,14 +7,16 @@ micro-batch.
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollout.config import SGLangConfig
 from trainer.config.train import TrainConfig
-from trainer.config.training import Residency
+from trainer.config.training import HFModelConfig, Residency
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
 from trainer.limits.estimate import (
     EngineMemory,
@@ -191,8 +193,14 @@ def may_take_turns(config: TrainConfig) -> bool:
     return residency is Residency.always or (config.shares_gpus and residency is Residency.auto)
 
 
-def memory_plan(config: TrainConfig, *, device_bytes: int | None) -> MemoryPlan:
-    """The plan for GPUs of `device_bytes` each; None without a GPU or if its size is unknown."""
+def memory_plan(config: TrainConfig, *, device_bytes: int | None, model_path: Path | None = None) -> MemoryPlan:
+    """The plan for GPUs of `device_bytes` each; None without a GPU or if its size is unknown.
+
+    `model_path`: where the model lies on this disk, once it was fetched or made.
+    """
+    if model_path is not None:
+        config = copy.copy(config)
+        config.model = HFModelConfig(path=str(model_path))
     try:
         shape, critic, lora = model_shape(config), critic_shape(config), config.policy.lora
         adapter = adapter_parameters(linear_shapes(config), lora) if lora.rank else 0

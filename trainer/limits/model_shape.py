@@ -16,11 +16,14 @@ from typing import Any
 
 from rollout.data.arithmetic import TOKENS
 from rollout.weights.files import tensor_shapes
-from trainer.config.training import ArithmeticModelConfig
+from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelConfig, SmolLM2ModelConfig
 
 ARITHMETIC_HEAD_SIZE = 32
 ARITHMETIC_MLP_FACTOR = 4
 LAYER_NAME = re.compile(r"\.layers\.(\d+)\.|\.h\.(\d+)\.")
+CONFIG_FILE = "config.json"
+WIDTHS = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
+"""Fields of config.json without which no size is known."""
 HEAD_NAME = "lm_head.weight"
 EXPERT_NAME = ".experts."
 """Part of the parameter names in a mixture of experts, of which a token uses only some."""
@@ -71,37 +74,57 @@ class ModelShape:
         return self.body_parameters + self.head_parameters
 
 
-SMOLLM2_SHAPE = ModelShape(
-    num_parameters=134_515_008,
-    layer_parameters=3_540_096,
-    num_layers=30,
-    vocab_size=49_152,
-    hidden_size=576,
-    attention_size=576,
-    kv_size=384,
-    is_tied=True,
-    is_dense=True,
-)
-"""Sizes of the Llama that trainer/run/smollm2.py makes, for the plan of a run before the model is fetched."""
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+"""model_type of the models whose tensors follow from config.json."""
+SMOLLM2 = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Sizes of the model that trainer/run/smollm2.py makes, for the plan of a run before the model is fetched."""
 
 
-def arithmetic_shape(model: ArithmeticModelConfig) -> ModelShape:
-    """Sizes of the Qwen2 that trainer/run/base_model.py makes: biases on q, k and v, embedding and head tied."""
-    hidden, mlp = model.hidden_size, ARITHMETIC_MLP_FACTOR * model.hidden_size
-    attention = 4 * hidden * hidden + 3 * hidden
-    layer = attention + 3 * hidden * mlp + 2 * hidden
-    width = hidden // ARITHMETIC_HEAD_SIZE * ARITHMETIC_HEAD_SIZE
-    return ModelShape(
-        num_parameters=len(TOKENS) * hidden + model.num_layers * layer + hidden,
-        layer_parameters=layer,
-        num_layers=model.num_layers,
-        vocab_size=len(TOKENS),
-        hidden_size=hidden,
-        attention_size=width,
-        kv_size=2 * width,
-        is_tied=True,
-        is_dense=True,
-    )
+def model_tensors(model: ModelConfig) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
+    """The fields of config.json that describe the language model, and tensor name -> shape; without the network.
+
+    Raises UnknownShapeError if they are not known here.
+    """
+    if isinstance(model, HFModelConfig):
+        return _stored(model_directory(model.path, model.revision))
+    if isinstance(model, SmolLM2ModelConfig):
+        return SMOLLM2, described_shapes(SMOLLM2)
+    if not isinstance(model, ArithmeticModelConfig):
+        raise UnknownShapeError(f"no size is known for model={model.kind}")
+    # The Qwen2 that trainer/run/base_model.py makes.
+    hidden = model.hidden_size
+    text = {
+        "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": ARITHMETIC_MLP_FACTOR * hidden,
+        "num_hidden_layers": model.num_layers, "num_attention_heads": hidden // ARITHMETIC_HEAD_SIZE,
+        "vocab_size": len(TOKENS), "tie_word_embeddings": True,
+    }  # fmt: skip
+    return text, described_shapes(text)
+
+
+def model_directory(path: str, revision: str | None) -> Path:
+    """The directory of a model: `path` itself, or that of this name in the hub's cache.
+
+    It may hold config.json alone. Raises UnknownShapeError if there is none.
+    """
+    if (directory := Path(path)).is_dir():
+        return directory
+    # Imported here because the import takes a quarter of a second, and most runs have their model on the disk.
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(path, CONFIG_FILE, revision=revision)
+    except HFValidationError:  # no name of the hub
+        found = None
+    if not isinstance(found, str):
+        raise UnknownShapeError(
+            f"{path} is not a local directory, and the hub's cache has no {CONFIG_FILE} of it: its number of "
+            f"parameters is missing (hf download {path} {CONFIG_FILE})"
+        )
+    return Path(found).parent
 
 
 def directory_shape(directory: Path) -> ModelShape:
@@ -109,22 +132,68 @@ def directory_shape(directory: Path) -> ModelShape:
 
     Raises UnknownShapeError if the files do not contain the sizes.
     """
-    described_at = directory / "config.json"
+    return shape_of(*_stored(directory))
+
+
+def _stored(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
+    """`model_tensors` of a Hugging Face directory, whose weights may not be there yet."""
     try:
-        described = json.loads(described_at.read_text(encoding="utf-8"))
-        return _shape(text_part(described), directory)
+        described = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+        text = text_part(described)
+        missing = [name for name in WIDTHS if name not in text]
+        if missing:
+            raise UnknownShapeError(f"{CONFIG_FILE} has no {', '.join(missing)}")
+        try:
+            return text, tensor_shapes(directory)
+        except FileNotFoundError:
+            return text, described_shapes(text)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = f"config.json has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, UnknownShapeError) else f"{type(error).__name__}: {error}"
         raise UnknownShapeError(
-            f"{directory} does not tell the sizes of the model (config.json, safetensors files): {reason}"
+            f"{directory} does not tell the sizes of the model ({CONFIG_FILE}, safetensors files): {reason}"
         ) from error
 
 
-def _shape(text: Mapping[str, Any], directory: Path) -> ModelShape:
-    """Sizes from the fields of config.json that describe the language model, and from the tensors of `directory`."""
-    heads, hidden = text["num_attention_heads"], text["hidden_size"]
-    head_size = text.get("head_dim") or hidden // heads
-    sizes = {name: math.prod(shape) for name, shape in tensor_shapes(directory).items()}
+def described_shapes(text: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape of a model without its weights, from the fields of config.json.
+
+    Raises UnknownShapeError if they do not follow from these.
+    """
+    kind, hidden, mlp = text.get("model_type"), text["hidden_size"], text.get("intermediate_size")
+    if kind not in LLAMA_LIKE or mlp is None:
+        raise UnknownShapeError(f"the weights are not here, and a {kind} has its number of parameters in them alone")
+    attention, kv, head = _attention_sizes(text)
+    linear = {
+        "self_attn.q_proj": (attention, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, attention), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+    }  # fmt: skip
+    biased = ["mlp."] * bool(text.get("mlp_bias")) + ["self_attn."] * bool(text.get("attention_bias"))
+    biased += ["self_attn.q_", "self_attn.k_", "self_attn.v_"] * (kind == "qwen2")
+    block: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linear.items()}
+    block |= {f"{name}.bias": shape[:1] for name, shape in linear.items() if name.startswith(tuple(biased))}
+    block |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    if kind == "qwen3":
+        block |= {f"self_attn.{name}_norm.weight": (head,) for name in "qk"}
+    layers = range(text["num_hidden_layers"])
+    return {
+        "model.embed_tokens.weight": (text["vocab_size"], hidden),
+        **{f"model.layers.{layer}.{name}": shape for layer in layers for name, shape in block.items()},
+        "model.norm.weight": (hidden,),
+        HEAD_NAME: (text["vocab_size"], hidden),
+    }
+
+
+def _attention_sizes(text: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Query heads x head size, KV heads x head size, head size."""
+    heads = text["num_attention_heads"]
+    head_size = text.get("head_dim") or text["hidden_size"] // heads
+    return heads * head_size, text.get("num_key_value_heads", heads) * head_size, head_size
+
+
+def shape_of(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelShape:
+    """Sizes from what `model_tensors` returns."""
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     # Some files contain the head although it is tied to the embedding: it counts once.
     is_tied = bool(text.get("tie_word_embeddings", False)) or HEAD_NAME not in sizes
     layers: dict[int, int] = {}
@@ -132,14 +201,15 @@ def _shape(text: Mapping[str, Any], directory: Path) -> ModelShape:
         layer = layer_of(name)
         if layer is not None:
             layers[layer] = layers.get(layer, 0) + size
+    attention, kv, _ = _attention_sizes(text)
     return ModelShape(
         num_parameters=sum(size for name, size in sizes.items() if not (is_tied and name == HEAD_NAME)),
         layer_parameters=max(layers.values(), default=0),
         num_layers=text["num_hidden_layers"],
         vocab_size=text["vocab_size"],
-        hidden_size=hidden,
-        attention_size=heads * head_size,
-        kv_size=2 * text.get("num_key_value_heads", heads) * head_size,
+        hidden_size=text["hidden_size"],
+        attention_size=attention,
+        kv_size=2 * kv,
         is_tied=is_tied,
         is_dense=not any(EXPERT_NAME in name for name in sizes),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -56,7 +57,12 @@ class DryRunReport:
 
 
 def dry_run(
-    policy: Trainable[ScoringModel], config: TrainConfig, groups: Sequence[GroupLengths], *, device: torch.device
+    policy: Trainable[ScoringModel],
+    config: TrainConfig,
+    groups: Sequence[GroupLengths],
+    *,
+    device: torch.device,
+    model_path: Path,
 ) -> DryRunReport:
     """Score and differentiate a micro-batch of groups of these lengths; a collective.
 
@@ -82,7 +88,7 @@ def dry_run(
     finally:
         policy.zero_grad()
     peak = (read_peak(device) or before) - before
-    planned = memory_plan(config, device_bytes=None).rank
+    planned = memory_plan(config, device_bytes=None, model_path=model_path).rank
     return DryRunReport(
         num_tokens=num_tokens,
         seconds=time.perf_counter() - started,

@@ -219,7 +219,8 @@ class PolicyWorker:
 
         Raises RuntimeError if the memory does not suffice.
         """
-        return dry_run(self._policy, self._config, groups, device=self._device)
+        path = self._setup.model_path
+        return dry_run(self._policy, self._config, groups, device=self._device, model_path=path)
 
     def logprobs(
         self, micro_batches: list[MicroBatch], temperature: float | None = None, adapter_factor: float = 1.0

@@ -152,7 +152,7 @@ def run_steps(
             tracker.console.line(line)
         for note in config.notes():
             tracker.console.line(f"note: {note}")
-        for line in memory_plan(config, device_bytes=gpu_bytes()).verdicts:
+        for line in memory_plan(config, device_bytes=gpu_bytes(), model_path=task.model_path).verdicts:
             tracker.console.line(f"memory: {line}")
         tracker.console.phase("starting Ray, the policy and the rollout engines")
         if limit.line:

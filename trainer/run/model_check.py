@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from algorithms.config import Problem
 from rollout.similar_file import similar_directory
 from rollout.weights.files import INDEX_FILE, tensor_shapes
-from trainer.limits.model_shape import EXPERT_NAME, layer_of, text_part
+from trainer.limits.model_shape import CONFIG_FILE, EXPERT_NAME, UnknownShapeError, layer_of, model_directory, text_part
 from trainer.rundir.weights_source import ADAPTER_CONFIG
 
 HUB_TIMEOUT_S = 3.0
-"""Seconds for the hub to say whether it has a model; without an answer the run asks again when it fetches the model."""
+"""Seconds for the hub to say whether it has a model; without an answer the run asks again when it fetches the model,
+and its memory is not planned before."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*")
-CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+GENERATION_FILE = "generation_config.json"
 JSON_FILES = (
     CONFIG_FILE, GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "chat_template.json", "tekken.json",
@@ -32,7 +34,10 @@ EMBEDDING_NAMES = ("model.embed_tokens.weight", "transformer.wte.weight")
 
 
 def find_model(key: str, path: str, revision: str | None) -> Path | Problem | None:
-    """The directory of a model, also in the hub's cache; None if the hub has it; or the Problem with `path`."""
+    """The directory of a model, or that of its config.json in the hub's cache, fetched if it is not there.
+
+    None if the hub does not answer in time; the Problem with `path` if it has no such model.
+    """
     directory = Path(path)
     if directory.is_dir():
         return _broken(key, directory) or _incomplete(key, directory) or _unsupported(key, directory) or directory
@@ -41,19 +46,19 @@ def find_model(key: str, path: str, revision: str | None) -> Path | Problem | No
         return Problem(
             key=key, rule=rule, value=path, remedy=f"It is a file: {key}={directory.parent} is its directory."
         )
+    with suppress(UnknownShapeError):
+        return model_directory(path, revision)
     # Imported here because the import takes a quarter of a second, and most runs have their model on the disk.
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=["config.json"], local_files_only=True))
+        # `hf_hub_download` would ask a silent hub for minutes.
+        get_hf_file_metadata(hf_hub_url(path, CONFIG_FILE, revision=revision), timeout=HUB_TIMEOUT_S)
+        return Path(hf_hub_download(path, CONFIG_FILE, revision=revision)).parent
     except HFValidationError:
         remedy = similar_directory(path) or "There is no such directory, and it is no name of the hub."
         return Problem(key=key, rule=rule, value=path, remedy=remedy)
-    except LocalEntryNotFoundError:
-        pass  # the hub is asked below
-    try:
-        HfApi().model_info(path, revision=revision, timeout=HUB_TIMEOUT_S)
     except Exception as error:  # of the hub's library and of its HTTP client, which is no dependency of Parity itself
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if status >= 500 or "Timeout" in type(error).__name__:
@@ -62,7 +67,6 @@ def find_model(key: str, path: str, revision: str | None) -> Path | Problem | No
         remedy = f"There is no such directory here, and the hub cannot be asked or does not give it: {said}"
         remedy = similar_directory(path) or remedy
         return Problem(key=key, rule=rule, value=path, remedy=remedy)
-    return None
 
 
 def _incomplete(key: str, directory: Path) -> Problem | None:

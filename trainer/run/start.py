@@ -39,6 +39,8 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
 
     An evaluation, which does not train, has no ranks and may take another model than that of the config.
     """
+    configs = [run.config for run in resolution.runs if run.config is not None]
+    of_tasks = task_problems(configs, trains=trains)  # first: it fetches config.json of a model of the hub
     problems = _directory_problems(resolution, trains=trains)
     problems += [*job_problems(), *shared_id_problems(len(resolution.runs))]
     if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
@@ -46,7 +48,6 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
         problems.append(
             Problem(key="rollout", rule="must be an engine that is installed", value="sglang", remedy=remedy)
         )
-    configs = [run.config for run in resolution.runs if run.config is not None]
     problems += [problem for problem in [wandb_mode_problem(configs)] if problem is not None]
     problems += variable_problems(configs)
     if any(config.tracking.tensorboard for config in configs):
@@ -57,7 +58,7 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
     if trains:
         broken = [run.model for run in resolution.runs if run.config is None and run.model is not None]
         problems += {str(problem): problem for problem in missing_model_problems(broken)}.values()
-    return [*problems, *task_problems(configs, trains=trains)]
+    return [*problems, *of_tasks]
 
 
 def gpu_host_problems(config: TrainConfig, *, trains: bool) -> Iterator[Problem]:

@@ -49,10 +49,12 @@ def task_problems(configs: Sequence[TrainConfig], *, trains: bool = True) -> lis
     Runs that do not train have no ranks, and their model is not looked at: it is not always that of the config.
     """
     machine = this_machine()
-    found = [problem for config in configs for problem in _machine_problems(config, machine, trains=trains)]
+    found: list[Problem] = []
     for config in {task_key(config): config for config in configs}.values():
         found += [*(_model_problems(config) if trains else ()), *_data_problems(config), *_episode_problems(config)]
-    return list({str(problem): problem for problem in found}.values())
+    # After the models: the sizes of one of the hub are known once its config.json is fetched.
+    small = [problem for config in configs for problem in _machine_problems(config, machine, trains=trains)]
+    return list({str(problem): problem for problem in [*small, *found]}.values())
 
 
 def task_key(config: TrainConfig) -> str:
