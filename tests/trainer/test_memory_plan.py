@@ -18,6 +18,7 @@ from rollout.config import DType, SGLangConfig, TorchEngineConfig
 from rollout.sglang.installation import ServerNeeds, server_args, server_environment, shared_gpu_args
 from rollout.task_config import ArithmeticDataConfig
 from trainer.batch.packing import micro_batch
+from trainer.config.outputs import CheckpointConfig
 from trainer.config.rules import sharing_problems
 from trainer.config.train import TrainConfig
 from trainer.config.training import (
@@ -31,8 +32,18 @@ from trainer.config.training import (
 from trainer.limits import machine
 from trainer.limits.estimate import activation_bytes, largest_micro_batch, model_shape, rank_memory
 from trainer.limits.machine import usable_memory
-from trainer.limits.memory_plan import ENGINE_BYTES, PROCESS_BYTES, USABLE, may_take_turns, memory_plan
+from trainer.limits.memory_plan import (
+    CONTEXT_BYTES,
+    ENGINE_BYTES,
+    GPU_PROCESS_BYTES,
+    GRAPH_BYTES,
+    PROCESS_BYTES,
+    USABLE,
+    may_take_turns,
+    memory_plan,
+)
 from trainer.policy.dry_run import group_samples
+from trainer.rundir.text import size
 
 
 def shared(*, residency: Residency = Residency.auto, **policy: object) -> TrainConfig:
@@ -48,7 +59,7 @@ def shared(*, residency: Residency = Residency.auto, **policy: object) -> TrainC
 
 def test_what_fits_together_does_not_sleep_and_the_plan_says_so() -> None:
     rank = rank_memory(shared(), model_shape(shared())).on_device
-    enough = int((rank + ENGINE_BYTES) / (USABLE - 0.4)) + 100
+    enough = int((rank + CONTEXT_BYTES + ENGINE_BYTES) / (USABLE - 0.4)) + 100
     plan = memory_plan(shared(), device_bytes=enough)
     assert (plan.fits_together, plan.takes_turns) == (True, False)
     assert plan.verdict.startswith("both fit, nothing sleeps: rank and engine need ")
@@ -56,10 +67,19 @@ def test_what_fits_together_does_not_sleep_and_the_plan_says_so() -> None:
     assert (small.fits_together, small.takes_turns) == (False, True)
     assert small.verdict.startswith("one side sleeps while the other works: rank and engine need ")
     assert list(small.lines())[-1] == small.verdict
+    assert memory_plan(shared(), device_bytes=enough - 200).takes_turns
     larger = shared()
     assert isinstance(larger.rollout, SGLangConfig)
     larger.rollout.engine_args = {"mem_fraction_static": 0.8}
     assert memory_plan(larger, device_bytes=enough).takes_turns
+
+
+def test_a_rank_that_does_not_fit_beside_a_sleeping_engine_is_told() -> None:
+    rank = rank_memory(shared(), model_shape(shared())).on_device
+    least = int((rank + 2 * CONTEXT_BYTES) / USABLE)
+    for device_bytes, told in ((least - 100, True), (least + 100, False)):
+        verdict = memory_plan(shared(residency=Residency.always), device_bytes=device_bytes).verdict
+        assert ("the rank alone" in verdict and "WHICH MAY NOT FIT: lower batch.max_tokens" in verdict) is told
 
 
 def test_an_unknown_size_sleeps_to_be_safe() -> None:
@@ -262,13 +282,38 @@ def test_a_rank_that_sleeps_needs_memory_of_the_host() -> None:
     def per_rank(residency: Residency, **policy: object) -> int:
         plan = memory_plan(shared(residency=residency, **policy), device_bytes=2**40)
         assert plan.ranks_host_bytes is not None
-        return plan.ranks_host_bytes // 2 - PROCESS_BYTES
+        return plan.ranks_host_bytes // 2 - GPU_PROCESS_BYTES
 
     n = model_shape(shared()).num_parameters // 2
     assert per_rank(Residency.never) == 0
     assert per_rank(Residency.always) == pytest.approx(12 * n, abs=20)  # weights and two moments
     assert per_rank(Residency.always, offload=Offload.optimizer) == pytest.approx(12 * n, abs=20)
     assert per_rank(Residency.always, offload=Offload.parameters) == pytest.approx(16 * n, abs=20)
+
+
+def test_the_host_holds_published_weights_processes_graphs_and_a_save_in_the_background(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def host_bytes(config: TrainConfig, **more: object) -> int:
+        found = memory_plan(replace(config, **more), device_bytes=2**40).host_bytes
+        assert found is not None
+        return found
+
+    n = model_shape(shared()).num_parameters
+    awake = host_bytes(shared(residency=Residency.never))
+    assert awake == 2 * GPU_PROCESS_BYTES + 2 * (GPU_PROCESS_BYTES + PROCESS_BYTES) + 2 * n
+    turns = shared(residency=Residency.always)
+    assert host_bytes(turns) - awake == pytest.approx(2 * GRAPH_BYTES + 12 * n, abs=50)
+    for every, copies in ((0, 0), (5, 12)):
+        saving = CheckpointConfig(every=every, asynchronous=True)
+        assert host_bytes(turns, checkpoint=saving) - host_bytes(turns) == pytest.approx(copies * n, abs=50)
+    spread = spanning()
+    assert host_bytes(spread) - 8 * GPU_PROCESS_BYTES - 2 * n == 2 * (4 * GPU_PROCESS_BYTES + PROCESS_BYTES)
+    monkeypatch.setattr("trainer.limits.memory_plan.usable_memory", lambda: awake)
+    told = memory_plan(turns, device_bytes=2**40).host_verdict
+    assert ": MAY NOT FIT; lower " in told and "cluster.residency=never" in told and "max_tokens" not in told
+    joined = replace(turns, cluster=ClusterConfig(address="auto"))
+    assert f", and {size(2 * n)} more on each but the first" in memory_plan(joined, device_bytes=2**40).host_verdict
 
 
 def test_a_torch_engine_needs_weights_and_cache() -> None:
@@ -286,7 +331,7 @@ def test_the_plan_compares_the_sum_with_the_memory_of_the_machine(
 ) -> None:
     plan = memory_plan(on_cpu(tmp_path), device_bytes=None)
     assert plan.rank is not None and plan.engine is not None
-    alone = 2 * plan.rank.on_device + plan.engine.weights + plan.engine.kv_cache
+    alone = 2 * plan.rank.on_device + 2 * plan.engine.weights + plan.engine.kv_cache  # the engine's, and published ones
     assert plan.host_bytes == alone + 3 * PROCESS_BYTES
     assert plan.host_verdict in list(plan.lines())
     monkeypatch.setattr("trainer.limits.memory_plan.usable_memory", lambda: plan.host_bytes)

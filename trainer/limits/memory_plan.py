@@ -34,17 +34,30 @@ from trainer.rundir.text import counted, size
 logger = logging.getLogger(__name__)
 
 USABLE = 0.92
-"""Share of a GPU's memory that a plan may use: contexts, fragments and communication buffers take the rest."""
+"""Share of a GPU's memory that a plan may use: fragments take the rest."""
+CONTEXT_BYTES = 2 * 2**30
+"""Memory of a rank on a GPU besides tensors, and what a rank or an engine keeps there while it sleeps: the context,
+libraries, NCCL's buffers. Calculated, not yet measured."""
 ENGINE_BYTES = 5 * 2**30
-"""Memory of SGLang on a GPU besides weights and cache: graphs, workspaces, a prefill's activations, its context. An
-estimate, not yet measured."""
+"""Memory of SGLang on a GPU besides weights and cache: graphs, workspaces, a prefill's activations, its context.
+Calculated, not yet measured."""
 PROCESS_BYTES = 2**29
 """Memory of a rank or an engine besides what the plan counts: Python, torch, transformers and the C library's rest."""
+GPU_PROCESS_BYTES = 3 * 2**30
+"""The same of a process that uses CUDA, whose libraries are larger. Calculated, not yet measured."""
+GRAPH_BYTES = 3 * 2**29
+"""Memory of the host in which SGLang keeps its decode graphs, for each of its GPUs, if it sleeps. Calculated, not yet
+measured."""
 SAVING_KEYS = (
     "batch.max_tokens_per_microbatch, sampling.max_new_tokens, rollout.num_engines or policy.num_workers, or set "
     "policy.activation_checkpoint_every=1 or policy.dtype=bfloat16"
 )
-"""Keys that lower the host memory of a run."""
+"""Keys that lower the memory that a device needs for a run."""
+GPU_HOST_KEYS = (
+    "policy.num_workers or rollout.num_engines, or set policy.offload=none, checkpoint.asynchronous=false or "
+    "cluster.residency=never"
+)
+"""Keys that lower the host memory of a run whose ranks have GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,26 +89,33 @@ class MemoryPlan:
         """True if rank and engine fit on one GPU at the same time; None if that is unknown."""
         if self.rank is None or self.engine_bytes is None or self.device_bytes is None:
             return None
-        return self.rank.on_device + self.engine_bytes <= USABLE * self.device_bytes
+        return self.rank.on_device + CONTEXT_BYTES + self.engine_bytes <= USABLE * self.device_bytes
 
     @property
     def host_bytes(self) -> int | None:
-        """Bytes that ranks and engines take of the host's memory, at the cap; None if the model's size is unknown."""
+        """Bytes that ranks and engines take of the host's memory, at the cap, and the weights that are published once
+        on a machine; None if the model's size is unknown."""
         if self.ranks_host_bytes is None or self.engine is None:
             return None
         rollout = self.config.rollout
-        of_engine = 0 if rollout.gpus_per_engine else self.engine.weights + self.engine.kv_cache
-        return self.ranks_host_bytes + rollout.num_engines * (of_engine + PROCESS_BYTES)
+        of_engine = self.engine.weights + self.engine.kv_cache
+        if rollout.gpus_per_engine:
+            graphs = GRAPH_BYTES if self.takes_turns and isinstance(rollout, SGLangConfig) else 0
+            of_engine = rollout.tp_size * (GPU_PROCESS_BYTES + graphs)
+        return self.ranks_host_bytes + rollout.num_engines * (of_engine + PROCESS_BYTES) + self.engine.weights
 
     @property
     def ranks_host_bytes(self) -> int | None:
         """Bytes that the ranks take of the host's memory, at the cap; None if the model's size is unknown."""
         if self.rank is None:
             return None
-        policy = self.config.policy
-        asleep = self.rank.moved if self.takes_turns else 0
-        of_rank = self.rank.on_host + (asleep if policy.gpus_per_worker else self.rank.on_device)
-        return policy.num_workers * (of_rank + PROCESS_BYTES)
+        policy, checkpoint = self.config.policy, self.config.checkpoint
+        of_rank = self.rank.on_host + PROCESS_BYTES + self.rank.on_device
+        if policy.gpus_per_worker:
+            of_rank = self.rank.on_host + GPU_PROCESS_BYTES + (self.rank.moved if self.takes_turns else 0)
+        if checkpoint.every and checkpoint.asynchronous:  # a copy of what is trained: as large as gradients and moments
+            of_rank += self.rank.gradients + self.rank.optimizer
+        return policy.num_workers * of_rank
 
     @property
     def least_host_bytes(self) -> int | None:
@@ -118,15 +138,20 @@ class MemoryPlan:
             return f"the memory that the run needs is unknown: {self.unknown}"
         needs = f"ranks and engines need up to {size(self.host_bytes)} of the host's memory"
         if self.config.cluster.address is not None:
-            return f"{needs}, on the machines of the cluster together"
+            published = size(self.engine.weights if self.engine else 0)
+            return f"{needs}, on the machines of the cluster together, and {published} more on each but the first"
         memory = usable_memory()
-        fits = f"MAY NOT FIT; lower {SAVING_KEYS}" if self.host_bytes > memory else "it fits"
+        fits = f"MAY NOT FIT; lower {self._host_keys}" if self.host_bytes > memory else "it fits"
         return f"{needs}; this machine has {size(memory)}: {fits}"
 
     @property
     def memory_note(self) -> str:
         """Sentence for a run whose memory was used up."""
-        return f"The memory plan said: {self.host_verdict.partition('; lower')[0]}. Lower {SAVING_KEYS}."
+        return f"The memory plan said: {self.host_verdict.partition('; lower')[0]}. Lower {self._host_keys}."
+
+    @property
+    def _host_keys(self) -> str:
+        return GPU_HOST_KEYS if self.config.policy.gpus_per_worker else SAVING_KEYS
 
     @property
     def takes_turns(self) -> bool:
@@ -148,9 +173,11 @@ class MemoryPlan:
         if self.rank is None or self.fits_together is None:
             reason = self.unknown or "the memory of the GPU is not known here"
         else:
-            needed = size(self.rank.on_device + (self.engine_bytes or 0))
-            room = f"{USABLE:.0%} of {size(self.device_bytes or 0)}"
-            reason = f"rank and engine need {needed} of {room}"
+            device_bytes, alone = self.device_bytes or 0, self.rank.on_device + CONTEXT_BYTES
+            room = f"{USABLE:.0%} of {size(device_bytes)}"
+            reason = f"rank and engine need {size(alone + (self.engine_bytes or 0))} of {room}"
+            if self.takes_turns and alone + CONTEXT_BYTES > USABLE * device_bytes:  # what the engine keeps asleep
+                reason += f", the rank alone {size(alone + CONTEXT_BYTES)}, WHICH MAY NOT FIT: lower {SAVING_KEYS}"
         if self.takes_turns:
             return f"one side sleeps while the other works: {reason}; {setting}"
         return f"both fit, nothing sleeps: {reason}; {setting}"

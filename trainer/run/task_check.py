@@ -118,7 +118,8 @@ def _memory_problems(config: TrainConfig, machine: Machine, *, uses_gpus: bool) 
             )
             return
     needed = plan.ranks_host_bytes
-    if needed is not None and needed > HOPELESS * machine.memory:
+    # A rank on a GPU holds its micro-batches there.
+    if not config.policy.gpus_per_worker and needed is not None and needed > HOPELESS * machine.memory:
         rule = (
             f"must be lower: at the cap the largest micro-batch makes ranks take {size(needed)}, and this machine has "
         )
