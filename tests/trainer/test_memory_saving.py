@@ -21,6 +21,9 @@ from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
 from trainer.limits.estimate import largest_micro_batch
 from trainer.limits.floors import GroupLengths
+from trainer.limits.memory_plan import CONTEXT_BYTES
+from trainer.policy import host_copy
+from trainer.policy import worker as policy_worker
 from trainer.policy.host_copy import HostCopy, local_part
 from trainer.policy.trainable import Trainable
 from trainer.policy.worker import PolicyWorker
@@ -250,6 +253,27 @@ def test_a_checkpoint_can_be_saved_asleep_before_any_update(model_path: Path, tm
             worker.publish_weights(1)  # still asleep
         worker.load_checkpoint(tmp_path / "first", 1)
         assert worker.publish_weights(1)
+
+
+@pytest.mark.parametrize(("kept", "told"), [(CONTEXT_BYTES, False), (CONTEXT_BYTES + 2**30, True)])
+def test_an_engine_that_keeps_its_memory_asleep_is_told_once_with_its_log(
+    kept: int, told: bool, model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No GPU is here: what one would say of its free memory is made up."""
+    held = 2**29
+    monkeypatch.setattr(host_copy, "ROOM_TIMEOUT_S", 0.0)
+    for module in (host_copy, policy_worker):
+        monkeypatch.setattr(module, "others_bytes", lambda device: held)
+    with lone_worker(with_policy(model_path), model_path) as worker:
+        worker.sleep()  # before the engine starts
+        held += kept
+        worker.wake()
+        worker.sleep()
+        worker.wake()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == told
+    said = f"keeps 3 GiB of the GPU, 2 GiB are planned: its log is {worker._setup.log_dir}/engine-0.log"
+    assert all(said in line for line in warnings)
 
 
 def test_a_dry_run_fills_the_cap_and_changes_nothing(model_path: Path) -> None:

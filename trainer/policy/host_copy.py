@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -147,11 +147,28 @@ def _wait_for_room(num_bytes: int, device: torch.device) -> None:
 
     An engine on several GPUs answers when its first process has freed its memory; the others free theirs meanwhile.
     """
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    _wait_until(lambda: torch.cuda.mem_get_info(device)[0] + unused >= num_bytes)
+
+
+def others_bytes(device: torch.device) -> int:
+    """Bytes of the GPU that are not this process's tensors: its context, and what other processes hold; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def wait_for_others(device: torch.device, *, at_most: int) -> int:
+    """`others_bytes` once they are `at_most` so many, or when ROOM_TIMEOUT_S have passed; see `_wait_for_room`."""
+    _wait_until(lambda: others_bytes(device) <= at_most)
+    return others_bytes(device)
+
+
+def _wait_until(has_room: Callable[[], bool]) -> None:
+    """Until `has_room`, or ROOM_TIMEOUT_S have passed."""
     deadline = time.monotonic() + ROOM_TIMEOUT_S
-    while time.monotonic() < deadline:
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        if torch.cuda.mem_get_info(device)[0] + unused >= num_bytes:
-            return
+    while not has_room() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 

@@ -8,6 +8,7 @@ a verb contains their collectives: all but ceilings, send_weights and compare_fi
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,9 +35,10 @@ from trainer.config.training import Offload
 from trainer.limits.ceilings import Ceilings, find_ceilings
 from trainer.limits.estimate import logprob_chunk_tokens
 from trainer.limits.floors import GroupLengths
+from trainer.limits.memory_plan import CONTEXT_BYTES
 from trainer.policy.critic import Critic, ValueModel, load_value_model
 from trainer.policy.dry_run import DryRunReport, dry_run
-from trainer.policy.host_copy import HostCopy
+from trainer.policy.host_copy import HostCopy, others_bytes, wait_for_others
 from trainer.policy.lora import ProbeAdapter, adapter_scaled, freeze_beside_adapter, without_adapter
 from trainer.policy.model import (
     checkpoint_activations,
@@ -51,9 +53,12 @@ from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import StateDict, Trainable
 from trainer.rundir.sealed import FileRecord, SealError, compare_files
+from trainer.rundir.text import size
 from trainer.scoring.attention import PACKED_ATTENTION
 from trainer.scoring.exact_attention import EXACT_ATTENTION
 from trainer.scoring.forward import ScoringModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +176,9 @@ class PolicyWorker:
         )
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
         self._probe_adapter: ProbeAdapter | None = None
+        self._others_bytes: int | None = None
+        """Bytes of the GPU that others held at the first sleep, before the engines started."""
+        self._has_woken = False
         self._publisher = PolicyPublisher(self._policy, config, host=setup.host)
         return PolicyInfo(
             process=mark_processes([os.getpid()])[0],
@@ -330,9 +338,22 @@ class PolicyWorker:
             self._reference_on_host.take(self._reference.parameters(), device=self._device)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what torch keeps for itself, the other side cannot have
+        if self._others_bytes is None:
+            self._others_bytes = others_bytes(self._device)
 
     def wake(self) -> None:
         """Move everything back; safe to call twice."""
+        if self._others_bytes is not None and not self._has_woken:
+            self._has_woken = True
+            self._look_for_room(self._others_bytes)
         for part in self._learnt().values():
             part.wake()
         self._reference_on_host.give_back(device=self._device)
+
+    def _look_for_room(self, before: int) -> None:
+        """Warn if the engine, which sleeps for the first time, has not given its memory of the GPU back."""
+        kept = wait_for_others(self._device, at_most=before + CONTEXT_BYTES) - before
+        if kept > CONTEXT_BYTES:
+            log = self._setup.log_dir / f"engine-{self._setup.rank // self._config.rollout.tp_size}.log"
+            text = "phase policy wake: the engine sleeps and keeps %s of the GPU, %s are planned: its log is %s"
+            logger.warning(f"{text}. cluster.residency=never does without sleep", size(kept), size(CONTEXT_BYTES), log)
