@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cli_process import HEAVY, parity
+from compose_cases import config_of
 from huggingface_hub import constants
 from policy_cases import make_config, save_policy, save_untied
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -237,3 +238,21 @@ def test_a_silent_hub_costs_seconds_and_the_plan_says_what_is_missing(
         assert find_model("model.path", "some/model", None) is None
         assert time.monotonic() - began < HUB_TIMEOUT_S + 5
     assert "its number of parameters is missing" in plan(named(tmp_path))
+
+
+GPU_BYTES = int(79.6 * 2**30)
+
+
+@pytest.mark.parametrize(("words", "turns"), [((), False), (("policy.activation_checkpoint_every=0",), True)])
+def test_policy_and_engine_of_the_lora_recipe_fit_together(
+    cache: Path, tmp_path: Path, words: tuple[str, ...], turns: bool
+) -> None:
+    cache.mkdir(parents=True)
+    (cache / "config.json").write_text(json.dumps(QWEN2_7B))
+    (tmp_path / "rows.jsonl").touch()
+    rows = tmp_path / "rows.jsonl"
+    given = ["model.path=some/model", f"data.train_path={rows}", f"data.eval_path={rows}", *words]
+    found = memory_plan(config_of(*given, name="gsm8k_lora_qwen2.5_7b"), device_bytes=GPU_BYTES)
+    assert found.takes_turns is turns
+    assert found.host_bytes is not None
+    assert (found.host_bytes < 32e9) is not turns, "the host memory that the recipe names"
