@@ -38,14 +38,14 @@ USABLE = 0.92
 CONTEXT_BYTES = 2 * 2**30
 """Memory of a rank on a GPU besides tensors, and what a rank or an engine keeps there while it sleeps: the context,
 libraries, NCCL's buffers. Calculated, not yet measured."""
-ENGINE_BYTES = 5 * 2**30
-"""Memory of SGLang on a GPU besides weights and cache: graphs, workspaces, a prefill's activations, its context.
-Calculated, not yet measured."""
+ENGINE_BYTES = 6 * 2**30
+"""Memory of SGLang on a GPU besides weights and cache: graphs of up to 1,024 requests, workspaces, a prefill's
+activations, its context. Calculated, not yet measured."""
 PROCESS_BYTES = 2**29
 """Memory of a rank or an engine besides what the plan counts: Python, torch, transformers and the C library's rest."""
 GPU_PROCESS_BYTES = 3 * 2**30
 """The same of a process that uses CUDA, whose libraries are larger. Calculated, not yet measured."""
-GRAPH_BYTES = 3 * 2**29
+GRAPH_BYTES = 5 * 2**29
 """Memory of the host in which SGLang keeps its decode graphs, for each of its GPUs, if it sleeps. Calculated, not yet
 measured."""
 SAVING_KEYS = (
