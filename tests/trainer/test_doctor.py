@@ -27,7 +27,18 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.out
     names = [line.split()[1] for line in outcome.out.splitlines()]
     assert names == [
-        *("python", "torch", "ray", "transformers", "hydra-core", "safetensors", "xxhash", "loopback", "/dev/shm"),
+        *(
+            "python",
+            "import",
+            "torch",
+            "ray",
+            "transformers",
+            "hydra-core",
+            "safetensors",
+            "xxhash",
+            "loopback",
+            "/dev/shm",
+        ),
         *("sglang", "GPUs", "cores", "memory", "disk", "cache", "limits", "wandb", "engines"),
     ]
     assert "key in $WANDB_API_KEY" in outcome.out
@@ -35,6 +46,19 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     assert "copy " in outcome.out and "GFLOP/s: float32" in outcome.out
     assert KEY not in outcome.out + outcome.err
     assert "rollout=torch" in outcome.out.splitlines()[-1]
+
+
+def test_a_package_of_another_distribution_with_our_name_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert doctor._import_names().status == OK
+    other = tmp_path / "coqui_trainer-0.3.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: coqui-trainer\nVersion: 0.3\n")
+    (other / "top_level.txt").write_text("trainer\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = doctor._import_names()
+    assert found.status == MISSING and "trainer is also of coqui-trainer" in found.found
 
 
 def versions(monkeypatch: pytest.MonkeyPatch, sglang: str | None) -> None:

@@ -12,7 +12,7 @@ import shutil
 import socket
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ MEMORY_FLOOR = 6 * 2**30
 """Bytes of memory of the arithmetic recipes: Ray, two FSDP ranks and one engine, each of which imports torch."""
 SHM_FLOOR = 2**30
 DISK_FLOOR = 5 * 2**30
+DISTRIBUTION, PACKAGES = "parity-rl", ("algorithms", "rollout", "trainer")
 REQUIRED = ("ray", "transformers", "hydra-core", "safetensors", "xxhash")
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, never written to
 
@@ -61,7 +62,8 @@ def examine() -> Findings:
     """Run all checks; no check raises."""
     torch_found, gpus = _torch()
     sglang = _sglang(torch_found, gpus=gpus)
-    required = [_python(), torch_found, *(_package(name) for name in REQUIRED), _loopback(), _shared_memory()]
+    packages = [_package(name) for name in REQUIRED]
+    required = [_python(), _import_names(), torch_found, *packages, _loopback(), _shared_memory()]
     engines: list[str] = []
     if all(finding.status != MISSING for finding in required):
         engines = ["torch"] if sglang[0].status == MISSING else ["sglang", "torch"]
@@ -87,6 +89,16 @@ def _python() -> Finding:
     if sys.version_info[:2] >= PYTHON_FLOOR:
         return Finding(OK, "python", found)
     return Finding(MISSING, "python", found, f"Use Python {'.'.join(map(str, PYTHON_FLOOR))} or later.")
+
+
+def _import_names() -> Finding:
+    """Check that no other distribution has a package of one of the project's names, of which only one is imported."""
+    owners = packages_distributions()
+    others = {name: sorted(set(owners.get(name, ())) - {DISTRIBUTION}) for name in PACKAGES}
+    if not any(others.values()):
+        return Finding(OK, "import names", f"{', '.join(PACKAGES)}: of {DISTRIBUTION} alone")
+    found = "; ".join(f"{name} is also of {', '.join(names)}" for name, names in others.items() if names)
+    return Finding(MISSING, "import names", found, f"Install {DISTRIBUTION} in an environment without it.")
 
 
 def _package(name: str) -> Finding:
