@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shlex
 import shutil
@@ -178,7 +179,7 @@ def test_ones_own_recipe_hides_one_of_the_same_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_holds_configs_and_recipes_where_they_are_found(tmp_path: Path) -> None:
+def test_a_wheel_trains_and_reports_outside_of_the_sources(tmp_path: Path) -> None:
     # A copy, because building leaves its products beside the sources.
     source = tmp_path / "source"
     for name in ("algorithms", "rollout", "trainer", "configs", "recipes"):
@@ -190,17 +191,22 @@ def test_a_wheel_holds_configs_and_recipes_where_they_are_found(tmp_path: Path) 
     site = tmp_path / "site"
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(site)
-    code = (
-        "import sys, trainer.config.paths as p; from trainer.cli.commands import run; "
-        "print(p.config_dir()); print(p.recipe_dir()); "
-        "sys.exit(run(['train', 'arithmetic_grpo', '--dry-run']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(site)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:2] == [str(site / "trainer/configs"), str(site / "trainer/recipes")]
-    assert "objective" in done.stdout
+
+    def command(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+            env={"PYTHONPATH": str(site), "HOME": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "arithmetic_grpo" in command("recipes")
+    words = ["run.num_steps=1", "model.num_steps=20", "tracking.wandb=disabled", "eval.max_prompts=2", "run.dir=run"]
+    command("train", "arithmetic_grpo", "rollout=torch", *words)
+    # The page has its scripts and styles from the wheel.
+    assert command("report", "run").splitlines()[-1] == "run/report.html"
+    origin = json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))
+    assert str(ROOT) not in json.dumps(origin)
 
 
 def commands(guide: Path) -> Iterator[tuple[str, list[str]]]:
