@@ -35,6 +35,9 @@ TOP_LEVEL = frozenset(
         "Dockerfile",
         "Makefile",
         "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "mkdocs.yml",
         "LICENSE",
     ]
 )

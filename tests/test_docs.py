@@ -14,7 +14,7 @@ from test_style import ROOT
 from algorithms.config.loss import TAU_NEGATIVE, TAU_POSITIVE
 from algorithms.config.presets import PRESETS
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 MAX_COLUMNS = 120
 MAX_README_WORDS = 1300
 MAX_SENTENCE_WORDS = 35
