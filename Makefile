@@ -5,7 +5,7 @@ SHELL := bash
 .ONESHELL:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos lint setup lock bench gpu-check clean
+.PHONY: help demo test test-slow chaos lint setup lock docs bench gpu-check clean
 
 ENGINE ?= sglang
 ifeq ($(filter sglang torch,$(ENGINE)),)
@@ -93,10 +93,15 @@ lock: ## pin anew, with hashes, what pyproject.toml and requirements/*.in ask fo
 	others=$$(sed -nE 's/^([^ =]+)==.*/--no-emit-package \1/p' requirements/cpu.txt)
 	lock requirements/dev.txt $$project --extra dev --extra tensorboard --constraint requirements/cpu.txt $$others \
 	  --excludes <(printf '%s\n' $$cuda)
+	lock requirements/docs.txt requirements/docs.in --constraint requirements/cpu.txt --constraint requirements/dev.txt $$others
 	# Ray and Hydra as on a CPU: Parity uses parts of them that are not their interface.
 	lock requirements/gpu.txt pyproject.toml --extra sglang --extra smollm2 \
 	  --constraint <(sed -nE 's/^((ray|hydra-core)==[^ ]+).*/\1/p' requirements/cpu.txt) --constraint requirements/dev.txt
 	for name in sglang-cpu torchvision transformers4 bench; do lock requirements/$$name.txt requirements/$$name.in --no-deps; done
+
+docs: ## build docs/ as a site, in site/; a dead link or anchor fails
+	@$(install) docs
+	NO_MKDOCS_2_WARNING=1 exec $(bin)/mkdocs build $(ARGS)
 
 bench: ## reproduce every table of docs/ into outputs/bench/; the peers go into .venv-bench
 	@VENV=.venv-bench requirements/install.sh $(if $(engine),sglang-cpu) bench
@@ -110,5 +115,5 @@ gpu-check: ## check this GPU host, without Ray, SGLang and a network; FULL=1: a 
 	PYTHONPATH="$$PWD:$$PWD/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" exec "$$python" -m gpu_check $(if $(FULL),--full) $(ARGS)
 
 clean: ## remove .venv and caches; outputs/ stays
-	@rm -rf .venv .venv-bench .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist ./*.egg-info
+	@rm -rf .venv .venv-bench .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site ./*.egg-info
 	find algorithms rollout trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +
