@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import trainer.cluster.placement
 from trainer.__main__ import main as parity
 from trainer.policy.worker import PolicyInfo, PolicyWorker
-from trainer.run.step_timer import StepTimer
+from trainer.run.step_log import StepTimer
 from trainer.rundir.checkpoint import newest_checkpoint
 
 MARKER = "PARITY_KILL_MARKER"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import trainer.run.loop as loop
-from trainer.run.step_timer import StepTimer
 from trainer.tracking.console import Console
 
+LOG: Any = None
+"""No evaluation here measures its seconds."""
 START = "starting Ray, the policy and the rollout engines"
 
 
@@ -28,7 +29,7 @@ def test_a_first_evaluation_that_fails_is_named_and_the_start_is_done(monkeypatc
     stream = io.StringIO()
     with pytest.raises(RuntimeError, match="no answer"), Console(4, stream=stream) as console:
         console.phase(START)
-        loop.evaluate_before_step(run_with(console), 1, StepTimer())
+        loop.evaluate_before_step(run_with(console), LOG, 1)
     lines = [line.rpartition(" in ")[0] or line for line in stream.getvalue().splitlines()]
     start = [f"{START} ...", f"{START}: done"]
     assert lines == [*start, "evaluating before step 1 ...", "evaluating before step 1: stopped"]
@@ -39,7 +40,7 @@ def test_the_first_evaluation_ends_with_its_result(monkeypatch: pytest.MonkeyPat
     stream = io.StringIO()
     with Console(4, stream=stream) as console:
         console.phase(START)
-        loop.evaluate_before_step(run_with(console), 3, StepTimer())
+        loop.evaluate_before_step(run_with(console), LOG, 3)
     *_, ended, _ = stream.getvalue().splitlines()
     assert ended.startswith("evaluating before step 3: done in ")
 

@@ -106,9 +106,9 @@ def trained(
     assert len(batch.ranks[0][0].micro_batches) > 1, "the order of micro-batches would not matter"
     with lone_worker(config, model_path) as worker:
         dumper = StepDumper(config, run_dir, say=([] if say is None else say).append)
-        path = dumper.begin(step)
+        path = dumper.begin(step, 7)
         report = worker.train(batch.ranks[0], batch.samples, step, dump_dir=path)
-        cost = dumper.commit(path, TrainReport([report]), step=step, policy_version=7)
+        cost = dumper.commit(TrainReport([report]))
     with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, **report.metrics, **cost}) + "\n")
     return report
@@ -247,9 +247,9 @@ def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: P
         dumper = StepDumper(config, tmp_path, say=lines.append)
 
         def save(step: int) -> dict[str, float | None]:
-            path = dumper.begin(step)
+            path = dumper.begin(step, step - 1)
             report = worker.train(batch.ranks[0], batch.samples, step, dump_dir=path)
-            return dumper.commit(path, TrainReport([report]), step=step, policy_version=step - 1)
+            return dumper.commit(TrainReport([report]))
 
         for step in (1, 2, 3):
             metrics = save(step)
@@ -267,8 +267,8 @@ def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: P
         assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step_000002"]
         not_due = replace(config, dump=DumpConfig(every=5))
         dumper = StepDumper(not_due, tmp_path, say=lines.append)
-        assert dumper.begin(4) is None
-        assert dumper.commit(None, TrainReport([]), step=4, policy_version=0) == {}
+        assert dumper.begin(4, 0) is None
+        assert dumper.commit(TrainReport([])) == {}
 
 
 # ---------------------------------------------------------------- the command

@@ -231,10 +231,10 @@ def takes(run: Ending, steps: range) -> None:
     for step in steps:
         with run.rollout(step):
             pass
-        run.saver.keep(None)
-        kept = partial(state, step)
-        run.saver.keep(kept)
-        run.conclude(step, kept, step_s=1.0)
+        with run.training():
+            pass
+        run.trained(partial(state, step))
+        run.conclude(step, step_s=1.0)
 
 
 @pytest.mark.parametrize(("last", "saves"), [(2, 1), (3, 1), (4, 2)])
@@ -297,8 +297,8 @@ def test_nothing_of_ranks_that_train_or_have_failed_is_saved(worker: PolicyWorke
     run = ending(tmp_path, group)
     with pytest.raises(ZeroDivisionError), run.last_step_saved():
         takes(run, range(1, 3))
-        run.saver.keep(None)
-        raise ZeroDivisionError
+        with run.training():
+            raise ZeroDivisionError
     assert not group.asked
     with pytest.raises(ZeroDivisionError) as caught, run.last_step_saved():
         takes(run, range(1, 3))
@@ -316,10 +316,10 @@ def test_a_failure_after_the_training_waits_for_the_row_and_stays_the_first(
             takes(run, range(1, 2))
             with run.after_row():
                 raise ZeroDivisionError
-            run.saver.keep(partial(state, 2))
+            run.trained(partial(state, 2))
             if row_fails:
                 raise OSError("the row of the step cannot be written")
-            run.conclude(2, partial(state, 2), step_s=1.0)
+            run.conclude(2, step_s=1.0)
             pytest.fail("the run went on")
         assert saved_steps(tmp_path) == ["step_000002"]
         shutil.rmtree(tmp_path / "run")

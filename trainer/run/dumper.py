@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.config.train import TrainConfig
 from trainer.policy.train_report import TrainReport
@@ -19,6 +20,15 @@ logger = logging.getLogger(__name__)
 Metrics = dict[str, float | None]
 
 
+class _Begun(NamedTuple):
+    """The step that is due."""
+
+    step: int
+    policy_version: int
+    path: Path | None
+    """None if the disk did not take it."""
+
+
 class StepDumper:
     """Dumps of a run. A disk that does not take one costs that dump and a warning, never the run."""
 
@@ -28,30 +38,35 @@ class StepDumper:
         self._run_dir = run_dir
         self._say = say
         self._failures = 0
+        self._begun: _Begun | None = None
 
-    def begin(self, step: int) -> Path | None:
-        """Make the directory to which the ranks write `step`; None if it is not due or the disk does not take it."""
+    def begin(self, step: int, policy_version: int) -> Path | None:
+        """Make the directory to which the ranks write `step`; None if it is not due or the disk does not take it.
+
+        `policy_version` is that of the weights that the step starts with.
+        """
+        self._begun = None
         if not self._config.dump.is_due(step):
             return None
+        path = None
         try:
-            return begin_dump(self._run_dir, step).resolve()
+            path = begin_dump(self._run_dir, step).resolve()
         except OSError as error:
             self._fail(step, error)
-            return None
+        self._begun = _Begun(step, policy_version, path)
+        return path
 
-    def commit(self, path: Path | None, report: TrainReport, *, step: int, policy_version: int) -> Metrics:
-        """Make the dump of `step` in the directory that `begin` made count, if it is due; what it cost, as metrics.
-
-        `policy_version` is that of the weights that the step started with.
-        """
-        if not self._config.dump.is_due(step):
+    def commit(self, report: TrainReport) -> Metrics:
+        """Make the dump of the step that `begin` was called for count, if it is due; what it cost, as metrics."""
+        begun = self._begun
+        if begun is None:
             return {}
-        if path is not None:
+        if begun.path is not None:
             try:
-                return self._committed(path, report, step=step, policy_version=policy_version)
+                return self._committed(begun.path, report, step=begun.step, policy_version=begun.policy_version)
             except (OSError, DumpError) as error:
-                shutil.rmtree(path, ignore_errors=True)
-                self._fail(step, error)
+                shutil.rmtree(begun.path, ignore_errors=True)
+                self._fail(begun.step, error)
         return {"perf/dump_failures": float(self._failures)}
 
     def _fail(self, step: int, error: Exception) -> None:

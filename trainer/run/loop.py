@@ -50,7 +50,7 @@ from trainer.run.guard import Guard, build_guard
 from trainer.run.notices import Notices
 from trainer.run.probe import probe_logprobs
 from trainer.run.saving import Ending, Saver
-from trainer.run.step_timer import StepTimer
+from trainer.run.step_log import StepLog
 from trainer.run.task import Task, data_notes, load_task, prompt_stream
 from trainer.rundir.checkpoint import Checkpoint, RunState
 from trainer.rundir.printed import printed_log
@@ -59,7 +59,6 @@ from trainer.rundir.run_dir import LOGS, METRICS_FILE, StartError
 from trainer.rundir.termination import Termination, termination_requests
 from trainer.rundir.time_limit import TimeLimit, time_limit
 from trainer.tracking.console import Console
-from trainer.tracking.samples import TokenLog, sample_rows
 from trainer.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
@@ -230,66 +229,57 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
 
     If `evaluates_first`, the weights that the run begins with are evaluated, in a row of their own.
     """
-    config, policy, engines, collector, tracker = run.config, run.policy, run.engines, run.collector, run.tracker
-    accounting = StepAccounting(config, look_at_hardware(run.task.model_path, policy, config.policy.lora))
-    tracker.log_assumptions(accounting.assumptions())
-    for line in accounting.slow_types():
-        tracker.console.line(line)
+    config, policy, engines, collector = run.config, run.policy, run.engines, run.collector
+    log = step_log(run, is_resumed=done > 0)
     schedule = RolloutSchedule(config.schedule, collector, num_steps=config.run.num_steps)
-    timer, notices = StepTimer(), Notices(config, is_resumed=done > 0)
     run.termination.step = done
     if evaluates_first:
-        evaluate_before_step(run, done + 1, timer)
+        evaluate_before_step(run, log, done + 1)
     else:
-        tracker.console.training()
+        run.tracker.console.training()
     for step in range(done + 1, config.run.num_steps + 1):
-        with run.ending.rollout(step), timer.phase("rollout"), engines.resident():
+        with run.ending.rollout(step), log.phase("rollout"), engines.resident():
             collected = collector.collect(step, policy_version)
             schedule.begin_next(step, policy_version)  # unless it is sync, the engines go on while the policy trains
-        with timer.phase("pack"):
-            batch = build_batch(config, collected, policy_version, cost=accounting.sequence_cost)
-        dump_dir = run.dumper.begin(step)
-        run.saver.keep(None)
-        with timer.phase("train"), policy.resident():
-            report = policy.train(batch, step=step, dump_dir=dump_dir)
-        trained, policy_version = policy_version, policy_version + report.num_optimizer_steps
+        with log.phase("pack"):
+            batch = build_batch(config, collected, policy_version, cost=log.sequence_cost)
+        with run.ending.training(), log.phase("train"), policy.resident():
+            report = policy.train(batch, step=step, dump_dir=run.dumper.begin(step, policy_version))
+        sampled_by, policy_version = policy_version, policy_version + report.num_optimizer_steps
         synced, evaluation = {}, {}
         with run.ending.after_row():
-            with timer.phase("rollout"):
-                schedule.finish_next(step, trained)  # one_step_off: before the engines get new weights
-            with timer.phase("sync"):
+            with log.phase("rollout"):
+                schedule.finish_next(step, sampled_by)  # one_step_off: before the engines get new weights
+            with log.phase("sync"):
                 synced = sync_weights(policy, engines, policy_version=policy_version).metrics()
             if is_evaluated(config, step):
-                evaluation = evaluate_policy(run, timer, is_last=step == config.run.num_steps)
-        state = run_state(run, step, policy_version, evaluation)
-        run.saver.keep(state)
-        timer.reassign(collector.take_reward_s(), source="rollout", target="reward")
-        timer.reassign(report.dump_s, source="train", target="dump")
-        with timer.phase("dump"):
-            dumped = run.dumper.commit(dump_dir, report, step=step, policy_version=trained)
-        with timer.phase("checkpoint"):
-            saved = run.saver.commit_finished()
-        metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | synced
-        metrics |= episode_metrics(run.sampler) | evaluation | saved | dumped | timer.lap() | run.cluster.metrics()
-        with timer.phase("log"):
-            metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
-            metrics |= accounting.memory(report, engines)
-            judged, events = run.guard.observe(step, metrics)
-            tokens = TokenLog(deltas=report.token_deltas, tokenizer=run.task.tokenizer)
-            rows = sample_rows(
-                collected.groups, advantages=report.sample_advantages, k3=report.sample_k3, tokens=tokens
-            )
-            tracker.log(step, metrics | judged, rows)
-            tracker.log_histograms(step, report.histograms)
-            tracker.log_events([*events, *notices.observe(step, metrics)])
-        with timer.phase("checkpoint"):
-            run.ending.conclude(step, state, step_s=metrics["time/step_s"] or 0.0)
+                evaluation = evaluate_policy(run, log, is_last=step == config.run.num_steps)
+        run.ending.trained(run_state(run, step, policy_version, evaluation))
+        more = synced | evaluation | episode_metrics(run.sampler) | run.cluster.metrics()
+        step_s = log.write(step, collected, batch, report, more, reward_s=collector.take_reward_s())
+        with log.phase("checkpoint"):
+            run.ending.conclude(step, step_s=step_s)
 
 
-def evaluate_before_step(run: Run, step: int, timer: StepTimer) -> None:
+def step_log(run: Run, *, is_resumed: bool) -> StepLog:
+    """What writes the steps of the run down."""
+    hardware = look_at_hardware(run.task.model_path, run.policy, run.config.policy.lora)
+    return StepLog(
+        StepAccounting(run.config, hardware),
+        Notices(run.config, is_resumed=is_resumed),
+        tracker=run.tracker,
+        guard=run.guard,
+        dumper=run.dumper,
+        saver=run.saver,
+        engines=run.engines,
+        tokenizer=run.task.tokenizer,
+    )
+
+
+def evaluate_before_step(run: Run, log: StepLog, step: int) -> None:
     """Evaluate the weights that the run begins with, as a phase of its own: a failure is not one of the start."""
     run.tracker.console.phase(f"evaluating before step {step}")
-    run.tracker.log_evaluation(step - 1, evaluate_policy(run, timer))
+    run.tracker.log_evaluation(step - 1, evaluate_policy(run, log))
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
@@ -371,7 +361,7 @@ def is_evaluated(config: TrainConfig, step: int) -> bool:
     return (config.eval.every > 0 and step % config.eval.every == 0) or step == config.run.num_steps
 
 
-def evaluate_policy(run: Run, timer: StepTimer, *, is_last: bool = False) -> dict[str, float | None]:
+def evaluate_policy(run: Run, log: StepLog, *, is_last: bool = False) -> dict[str, float | None]:
     """Accuracy on every evaluation set, greedy and sampled, as metrics; training goes on as if it had not been.
 
     What the engines sample for later steps goes on beside it, and is not waited for. A request to end gives the
@@ -379,5 +369,5 @@ def evaluate_policy(run: Run, timer: StepTimer, *, is_last: bool = False) -> dic
     """
     then = "the evaluation is given up; what is trained is saved"
     until = nullcontext() if is_last else run.termination.interruptible(then)
-    with until, timer.phase("eval"), run.engines.resident():
+    with until, log.phase("eval"), run.engines.resident():
         return evaluation_metrics(evaluate_sets(run.config, run.task, run.sampler))

@@ -163,6 +163,8 @@ class Ending:
     guard: Guard
     termination: Termination
     limit: TimeLimit
+    _state: Callable[[], RunState] | None = field(default=None, init=False)
+    """State of the step that was trained last."""
     _failure: Exception | None = field(default=None, init=False)
     """What ends the run once its step has a row."""
 
@@ -172,6 +174,17 @@ class Ending:
         self.termination.then = f"step {step} is finished and {kept}{self.limit.pace}"
         before = f", step {step - 1} is {kept}" if step > 1 else ""
         return self.termination.interruptible(f"the rollout of step {step} is given up{before}")
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The block in which the ranks train, and hold no whole step."""
+        self.saver.keep(None)
+        yield
+
+    def trained(self, state: Callable[[], RunState]) -> None:
+        """Remember the `state` after the step that is trained: whatever ends the run from here on saves it first."""
+        self._state = state
+        self.saver.keep(state)
 
     @contextmanager
     def after_row(self) -> Iterator[None]:
@@ -184,8 +197,9 @@ class Ending:
         except Exception as error:
             self._failure = error
 
-    def conclude(self, step: int, state: Callable[[], RunState], *, step_s: float) -> None:
+    def conclude(self, step: int, *, step_s: float) -> None:
         """Save `step`, which took `step_s` seconds, if that is due, and raise what ends the run after it."""
+        assert self._state is not None
         self.termination.step = step
         if self._failure is not None:
             raise self._failure
@@ -199,7 +213,7 @@ class Ending:
         every, is_last = self.config.checkpoint.every, step == self.config.run.num_steps
         if self.guard.saves or (every and (end is not None or is_last or step % every == 0)):
             with self.limit.saving():  # it counts only once it is whole and on the disk
-                self.saver.save(self.policy, state(), last=end is not None or is_last)
+                self.saver.save(self.policy, self._state(), last=end is not None or is_last)
         if end is not None and not is_last:
             raise end if isinstance(end, StoppedByGuard) else self.termination.leave(end)
 
