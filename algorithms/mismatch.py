@@ -67,7 +67,7 @@ MEANS: Final[dict[str, tuple[str, ...]]] = {
     "advantage_pos": ("eff_lr_pos",),
     "advantage_neg": ("eff_lr_neg",),
 }
-"""Name of a count -> metrics that are divided by it; before the division a metric is a sum of the same name."""
+"""Denominator, by its name -> the metrics with that denominator. The numerator of a metric is the sum of its name."""
 COUNTS: Final = ("num_tokens", "invalid_tokens", "invalid_samples", "k3_clamped_tokens")
 """Metrics that are sums, not divided by a count."""
 OTHER_SUMS: Final = (

@@ -56,7 +56,7 @@ BACKENDS = ("torch_native", ATTENTION_BACKEND)
 
 @dataclass
 class Measured:
-    """Of one backend and one batch; a number per round."""
+    """Measurements of one backend with one batch, a number per round."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)

@@ -157,7 +157,7 @@ class Collector:
         self._finished_step = step
 
     def collect(self, step: int, policy_version: int) -> Collected:
-        """The groups of `step`, which starts to train weights of `policy_version`, also the version in the engines."""
+        """The groups of `step`. `policy_version` is that of the weights of trainer and engines when it starts."""
         oldest_step = step - self._plan.max_lag_steps
         self._versions = {k: v for k, v in self._versions.items() if k >= oldest_step} | {step: policy_version}
         self.finish(step, policy_version)

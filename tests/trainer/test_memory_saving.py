@@ -340,3 +340,23 @@ def test_a_dry_run_that_does_not_fit_names_the_keys(model_path: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_AS, limits)
         worker.dry_run([GroupLengths(1, (19,), 19)])
+
+
+def test_memory_that_could_not_be_pinned_is_not_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            return 0 if num_bytes < 8 else 2  # 2: out of memory
+
+        def cudaHostUnregister(self, address: int) -> int:
+            unpinned.append(address)
+            return 0
+
+    unpinned: list[int] = []
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    copy = HostCopy()
+    copy._hold(4, is_pinned=True)
+    first = copy._buffer.data_ptr()
+    for num_bytes in (16, 32):
+        with pytest.raises(RuntimeError, match="cudaHostRegister failed with CUDA status 2"):
+            copy._hold(num_bytes, is_pinned=True)
+    assert unpinned == [first]

@@ -32,7 +32,8 @@ LEAST_PART = 1e-4
 MUCH = 0.2
 """Share of K3 from which arithmetic in a type that nobody mentioned is looked for in what is left."""
 OTHER_WEIGHTS = 20.0
-"""Both sides lie further from the definition, by this factor, than from each other: the weights are not theirs."""
+"""If engine and trainer agree with each other this many times better than with the loaded model, the loaded weights are
+not those that they used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

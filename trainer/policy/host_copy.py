@@ -117,16 +117,17 @@ class HostCopy:
         return self._buffer[self._offsets[key] : self._offsets[key] + like.numel()]
 
     def _hold(self, num_bytes: int, *, is_pinned: bool) -> None:
-        """Make the buffer have `num_bytes` bytes; what is in it is lost if it has not."""
+        """Resize the buffer to `num_bytes` bytes. Resizing discards its content."""
         if self._buffer.numel() == num_bytes:
             return
         if self._is_pinned:
             _checked("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr()))
+            self._is_pinned = False
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        self._is_pinned = is_pinned and num_bytes > 0
-        if self._is_pinned:
+        if is_pinned and num_bytes:
             address = self._buffer.data_ptr()
             _checked("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+            self._is_pinned = True
 
 
 def _key(tensor: Tensor) -> int:
@@ -143,9 +144,10 @@ def _checked(call: str, status: object) -> None:
 
 
 def _wait_for_room(num_bytes: int, device: torch.device) -> None:
-    """Until the GPU has `num_bytes` free bytes, or ROOM_TIMEOUT_S have passed, when torch's own error says more.
+    """Wait until the GPU has `num_bytes` free bytes.
 
-    An engine on several GPUs answers when its first process has freed its memory; the others free theirs meanwhile.
+    After ROOM_TIMEOUT_S the function returns anyway: torch's out-of-memory error says more than ours could. An engine
+    on several GPUs answers when its first process has freed its memory, while the others are still freeing theirs.
     """
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     _wait_until(lambda: torch.cuda.mem_get_info(device)[0] + unused >= num_bytes)

@@ -182,7 +182,7 @@ def _of_similar_length(last: Tensor, *, numbers: int) -> Iterator[Tensor]:
 
 
 def _problems(model: nn.Module) -> Iterator[str]:
-    """Yield the class of everything that computes in a way of which nothing is known."""
+    """Yield the class of every module that has no exact implementation."""
     for module in model.modules():
         if isinstance(module, LinearBase) and type(module.quant_method) is not UnquantizedLinearMethod:
             yield f"{type(module).__name__} with {type(module.quant_method).__name__}"

@@ -19,7 +19,7 @@ class Names:
     old_logprobs: str
 
     def missing(self, row: Row, problems: Problems) -> bool:
-        """Whether `row` lacks one of them; each is noted, with what that means."""
+        """True if `row` lacks a required key; notes each missing key in `problems`, with what it means."""
         wanted = {
             self.mask: "which tokens the model sampled is not known",
             self.rollout_logprobs: "there are no log-probs of the engine",
