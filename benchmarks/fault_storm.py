@@ -3,7 +3,8 @@
     python benchmarks/fault_storm.py [--minutes 30] [--seed 0] [--steps 10] [--dir DIR] [--only FAULT ...]
 
 First `arithmetic_grpo` runs without a fault: the torch engine, one sequence at a time, so that neither the engine that
-takes a request nor the requests beside it change a bit; checkpoint.every=1. Then round after round, until the minutes
+takes a request nor the requests beside it change a bit; checkpoint.every=1. Its reward is a judge over HTTP, and an
+episode has two turns with a tool over HTTP between them (`storm_code.py`). Then round after round, until the minutes
 are over, the same run is struck until it has taken all its steps. Each attempt resumes the run, waits for a random
 moment (its start-up, or a random part of a random step), and suffers one fault of `Fault`. Faults that a run survives
 are followed by further faults in the same attempt; after the others the next attempt resumes.
@@ -24,10 +25,13 @@ then the counts and the verdict. Exit code 1 if anything differs or is left.
 from __future__ import annotations
 
 import argparse
+import logging
+import multiprocessing
 import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,13 +44,18 @@ from enum import Enum
 from pathlib import Path
 
 import psutil
+from aiohttp import web
 from kill_and_resume import differences, seconds
 
 from trainer.rundir.run_dir import logged_step
 
 MARK = "PARITY_STORM"
 """Environment variable that every process of the run inherits."""
+PLACE = "PARITY_STORM_PLACE"
+"""Environment variable with the storm's directory, for `storm_code.py`: addresses and orders are files in it."""
 SHM = Path("/dev") / "shm"
+CALLS = ("timeout_s=8", "max_tries=6", "retry_pause_s=0.5", "outage_wait_s=20")
+"""Keys of calls. Fewer than eight calls that fail are no outage, but their tries last for 15 s, longer than AWAY_S."""
 RECIPE = (
     "arithmetic_grpo",
     "rollout=torch",
@@ -54,8 +63,8 @@ RECIPE = (
     "rollout.max_batch_size=1",
     "rollout.answer_timeout_s=5",
     "rollout.max_restarts=10",
-    "rollout.start_timeout_s=60",
-    "policy.start_timeout_s=60",
+    "rollout.start_timeout_s=150",
+    "policy.start_timeout_s=150",
     "policy.num_workers=2",
     "tracking.wandb=disabled",
     "checkpoint.every=1",
@@ -65,15 +74,21 @@ RECIPE = (
     "batch.mini_batch_prompts=2",
     "eval.max_prompts=4",
     "model.num_steps=120",
+    "collect.max_invalid_fraction=0",  # a run that lost a response would not be equal, so it must end instead
+    "collect.min_failed=0",
+    "reward.max_failed_fraction=0",
+    "reward.min_failed=0",
+    "episode.num_workers=2",
+    *(f"{section}.{key}" for section in ("reward", "episode") for key in CALLS),
 )
-NOT_COMPARED = frozenset({"rollout/engine_restarts", "rollout/redispatched", "reward/crashes"})
+NOT_COMPARED = frozenset(
+    {"rollout/engine_restarts", "rollout/redispatched", "reward/retries", "episode/restarted"}
+    | {f"{section}/{kind}" for section in ("reward", "episode") for kind in ("timeouts", "errors", "crashes")}
+)
 """Metrics that count the faults themselves."""
-REWARD = '''"""A reward in a child process, for answers of the built-in arithmetic task."""
-
-
-def reward(response: str, answer: str) -> float:
-    return float(response.strip().endswith(answer))
-'''
+AWAY_S = 6.0
+"""Longest time after which a service that is away comes back."""
+USER_CODE = Path(__file__).with_name("storm_code.py")
 END_S = 240.0
 """Deadline for the end of an attempt whose fault ends it, and for each further step of one that goes on."""
 GRACE_S = 90.0
@@ -92,6 +107,19 @@ class Fault(Enum):
     kill_engine = "SIGKILL to an engine"
     stop_engine = "SIGSTOP to an engine"
     kill_reward = "SIGKILL to a reward process"
+    kill_rollout = "SIGKILL to a process of the rollout function"
+    judge_hang = "a call of the judge hangs in an await"
+    judge_raise = "a call of the judge raises"
+    judge_exit = "a call of the judge ends its process"
+    judge_flood = "a call of the judge prints 4 MiB, and writes garbage to every descriptor"
+    judge_away = "the judge refuses connections for up to 6 s"
+    judge_gone = "the judge refuses connections for longer than reward.outage_wait_s"
+    tool_hang = "a call of the rollout function hangs in an await"
+    tool_raise = "a call of the rollout function raises"
+    tool_exit = "a call of the rollout function ends its process"
+    tool_flood = "a call of the rollout function prints 4 MiB, and writes garbage to every descriptor"
+    tool_away = "the tool refuses connections for up to 6 s"
+    tool_gone = "the tool refuses connections for longer than episode.outage_wait_s"
     term = "SIGTERM to the run"
     interrupt_twice = "SIGINT, and again a moment later"
     full_disk = "no room on the disk for a file of a rank"
@@ -100,8 +128,8 @@ class Fault(Enum):
     torn_row = "SIGKILL, then half a row at the end of a row file"
 
 
-SURVIVED = frozenset({Fault.kill_engine, Fault.stop_engine, Fault.kill_reward})
-"""Faults after which the run must go on."""
+USER_FAULTS = {fault: fault.name.split("_") for fault in Fault if fault.name.startswith(("judge_", "tool_"))}
+"""Faults of user code -> (service, what is wrong)."""
 MAY_SURVIVE = frozenset({Fault.full_disk})
 """Faults after which the run goes on, or ends with exit code 1 where the fault struck the last save."""
 EXIT_CODES = {
@@ -115,8 +143,13 @@ EXIT_CODES = {
     Fault.flip_bit: {-signal.SIGKILL},
     Fault.cut_file: {-signal.SIGKILL},
     Fault.torn_row: {-signal.SIGKILL},
+    Fault.judge_gone: {1, 2},
+    Fault.tool_gone: {1},
 }
-"""Exit codes that a fault allows. 0 is always allowed: the run may have taken its last step meanwhile."""
+"""Exit codes that a fault allows; 2 if the trial before a start finds no judge. 0 is always allowed: the run may have
+taken its last step meanwhile."""
+SURVIVED = frozenset(Fault) - EXIT_CODES.keys()
+"""Faults after which the run must go on."""
 ENDS_A_START = {1, -signal.SIGTERM, -signal.SIGINT}
 """Exit codes that every fault allows while the run starts: an engine or a rank that dies then ends the run, and a
 signal that comes before the run listens ends the process itself."""
@@ -124,6 +157,56 @@ signal that comes before the run listens ends the process itself."""
 
 class StormError(Exception):
     """The run did something that no fault excuses, and its round cannot go on."""
+
+
+class Service:
+    """A server on the loopback that says what it is told. Its port stays its own while it is away."""
+
+    def __init__(self, name: str, place: Path) -> None:
+        self.name, self.place = name, place
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._port.bind(("127.0.0.1", 0))
+        (place / name).write_text("http://{}:{}/".format(*self._port.getsockname()))
+        self._process: multiprocessing.Process | None = None
+        self.come_back()
+
+    def come_back(self) -> None:
+        """Serve, if it does not."""
+        if self._process is None:
+            self._process = multiprocessing.Process(target=self._serve, daemon=True)
+            self._process.start()
+
+    def go_away(self) -> None:
+        """Break all connections, and refuse others."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+    def go_wrong(self, wrong: str, attempt: Attempt, draw: random.Random) -> str | None:
+        """Apply a fault of USER_FAULTS -> ""; None if the run ended before."""
+        if wrong in ("away", "gone"):
+            self.go_away()
+            if wrong == "away":
+                time.sleep(draw.uniform(1.0, AWAY_S))
+                self.come_back()
+            return ""
+        order = self.place / f"{self.name}_{wrong}"
+        order.touch()
+        is_taken = attempt.wait(lambda: not order.exists(), timeout_s=END_S, action=f"take the order {order.name}")
+        order.unlink(missing_ok=True)
+        return "" if is_taken else None
+
+    def _serve(self) -> None:
+        async def say(request: web.Request) -> web.Response:
+            return web.Response(text=await request.text())
+
+        logging.disable()  # what the server logs about the garbage of a flood
+        app = web.Application()
+        app.add_routes([web.post("/", say)])
+        address, port = self._port.getsockname()
+        web.run_app(app, host=address, port=port, reuse_port=True, print=None, access_log=None)
 
 
 @dataclass(frozen=True)
@@ -134,6 +217,7 @@ class Storm:
     draw: random.Random
     start_s: float
     """Seconds from the start of the quiet run to the end of its first step."""
+    services: dict[str, Service]
     strikes: Counter[Fault]
     wrong: list[str]
     """Sentences about what should not be."""
@@ -190,14 +274,19 @@ class Attempt:
         return sorted(found, key=lambda process: process.pid)
 
 
-def strike(fault: Fault, attempt: Attempt, draw: random.Random) -> str | None:
+def strike(fault: Fault, attempt: Attempt, storm: Storm) -> str | None:
     """Apply `fault` -> the process or file that it struck; None if there is nothing that it could strike now."""
+    draw = storm.draw
+    if fault in USER_FAULTS:
+        service, wrong = USER_FAULTS[fault]
+        return storm.services[service].go_wrong(wrong, attempt, draw)
     roles = {
         Fault.kill_rank: ("ray::PolicyWorker", signal.SIGKILL),
         Fault.stop_rank: ("ray::PolicyWorker", signal.SIGSTOP),
         Fault.kill_engine: ("ray::RolloutWorker", signal.SIGKILL),
         Fault.stop_engine: ("ray::RolloutWorker", signal.SIGSTOP),
         Fault.kill_reward: ("rollout.rewards.child", signal.SIGKILL),
+        Fault.kill_rollout: ("rollout.episodes.child", signal.SIGKILL),
         Fault.full_disk: ("ray::PolicyWorker", None),
     }
     if fault in roles:
@@ -278,6 +367,8 @@ def storm_round(storm: Storm, number: int, words: Sequence[str], run_dir: Path) 
     scratch = run_dir.with_suffix(".tmp")
     scratch.mkdir()
     for tries in range(1, 101):
+        for service in storm.services.values():
+            service.come_back()
         segments = set(os.listdir(SHM))
         attempt = Attempt(words, run_dir=run_dir, scratch=scratch, token=f"{os.getpid()}.{number}.{tries}")
         _strike_attempt(storm, number, attempt)
@@ -296,7 +387,7 @@ def _strike_attempt(storm: Storm, number: int, attempt: Attempt) -> None:
         fault = storm.draw.choice(storm.faults)
         if not _reach_moment(attempt, storm.draw, start_s=storm.start_s if starting else None):
             return
-        struck = strike(fault, attempt, storm.draw)
+        struck = strike(fault, attempt, storm)
         if struck is None:
             continue
         step = attempt.rows()
@@ -348,11 +439,12 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=None, help="where the runs go; a new temporary one by default")
     parser.add_argument("--only", nargs="*", choices=[fault.name for fault in Fault], help="only these faults")
     arguments = parser.parse_args()
-    place: Path = arguments.dir or Path(tempfile.mkdtemp(prefix="parity-storm-"))
+    place: Path = (arguments.dir or Path(tempfile.mkdtemp(prefix="parity-storm-"))).resolve()
     place.mkdir(parents=True, exist_ok=True)
-    reward = place / "reward.py"
-    reward.write_text(REWARD)
-    words = [*RECIPE, f"run.num_steps={arguments.steps}", f"reward.function={reward}:reward"]
+    os.environ[PLACE] = str(place)
+    services = {name: Service(name, place) for name in ("judge", "tool")}
+    functions = [f"reward.function={USER_CODE}:reward", f"episode.function={USER_CODE}:rollout"]
+    words = [*RECIPE, f"run.num_steps={arguments.steps}", *functions]
     faults = [Fault[name] for name in arguments.only] if arguments.only else list(Fault)
     sys.stdout.write(f"seed {arguments.seed}, {arguments.minutes:g} minutes, {' '.join(words)}\n\n")
 
@@ -367,7 +459,7 @@ def main() -> int:
         raise SystemExit(f"the quiet run failed; see {quiet.with_suffix('.log')}")
     sys.stdout.write("| round | fault | steps logged | outcome |\n|--:|---|--:|---|\n")
     draw = random.Random(arguments.seed)  # noqa: S311
-    storm = Storm(faults, draw, start_s, strikes=Counter(), wrong=[])
+    storm = Storm(faults, draw, start_s, services, strikes=Counter(), wrong=[])
     rounds = 0
     while time.monotonic() < begun + 60 * arguments.minutes:
         rounds += 1

@@ -184,9 +184,12 @@ def unfinished(run_dir: Path) -> set[tuple[str, int]]:
 
 
 def rows(run_dir: Path, *, without: set[str]) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the clock, and without these keys."""
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not timed(key) and key not in without} for row in found]
+    """metrics.jsonl, a row per step, without what depends on the clock, and without these keys."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)  # an evaluation that failed is made up for in a row of its own
+        found.setdefault(row["step"], {}).update(row)
+    return [{key: row[key] for key in row if not timed(key) and key not in without} for row in found.values()]
 
 
 def timed(key: str) -> bool:

@@ -330,6 +330,7 @@ def test_a_crash_costs_the_episode_whose_code_ran(episodes):
     assert stats.failed == 2 and "the worker ended with exit status 3" in stats.last_failure
 
 
+@pytest.mark.scenario(41)
 def test_a_killed_worker_is_replaced_and_its_episodes_give_what_they_would_have_given(episodes):
     sampler = episodes(TWO_TURNS)
     expected = sampler.generate(make_requests())

@@ -292,6 +292,7 @@ JUDGE = """
 """
 
 
+@pytest.mark.scenario(41)
 def test_calls_wait_for_a_server_that_is_away_and_none_is_lost(pool_of, tmp_path, caplog):
     away = tmp_path / "away"
     pool = pool_of(JUDGE.replace("AWAY", repr(str(away))), max_tries=2, retry_pause_s=0.1, outage_wait_s=60.0)
@@ -313,6 +314,7 @@ def test_calls_wait_for_a_server_that_is_away_and_none_is_lost(pool_of, tmp_path
     assert sum("calls succeed again after" in text for text in told) == 1
 
 
+@pytest.mark.scenario(41)
 def test_an_outage_that_lasts_too_long_ends_the_calls(pool_of, tmp_path):
     away = tmp_path / "away"
     away.touch()
