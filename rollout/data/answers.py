@@ -20,7 +20,7 @@ THOUGHT_MARKS = (
 """Marks of several model families, in lower case, that open a thought; </think> and its like close one."""
 _OPENS = "|".join(map(re.escape, THOUGHT_MARKS))
 _CLOSES = r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/think\]|◁/think▷|<\|end_of_thought\|>"
-_THOUGHT = re.compile(f"(?P<opens>{_OPENS})|{_CLOSES}", re.IGNORECASE)
+THOUGHT = re.compile(f"(?P<opens>{_OPENS})|{_CLOSES}", re.IGNORECASE)
 
 _FULL_WIDTH = {chr(each + 0xFEE0): chr(each) for each in b"0123456789$%+-/:="}
 _PLAIN = str.maketrans(_FULL_WIDTH | {"\N{MINUS SIGN}": "-", "\N{SMALL HYPHEN-MINUS}": "-"})
@@ -74,9 +74,9 @@ def stated(response: str, prompt: str = "") -> str | None:
     A thought is opened by the response, or by a prompt: chat templates write one of THOUGHT_MARKS at its end, and a
     message that goes on may begin with one. A mark in the middle of a line is an instruction about thoughts.
     """
-    if marks := list(_THOUGHT.finditer(response)):
+    if marks := list(THOUGHT.finditer(response)):
         return None if marks[-1]["opens"] else response[marks[-1].end() :]
-    asked = list(_THOUGHT.finditer(prompt))
+    asked = list(THOUGHT.finditer(prompt))
     if not asked or not asked[-1]["opens"]:
         return response
     ends_so = not prompt[asked[-1].end() :].strip()

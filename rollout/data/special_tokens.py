@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from rollout.data.answers import THOUGHT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +30,20 @@ def _open_ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]
     while last - first > 1 and ids[first] == ids[first + 1] == tokenizer.bos_token_id:
         first += 1
     return ids[first:last]
+
+
+def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Tokens of a response -> text without special tokens, except marks of thoughts: they tell where the answer is."""
+    special = {each: str(token) for each, token in tokenizer.added_tokens_decoder.items() if token.special}
+    dropped = {each for each, text in special.items() if not THOUGHT.fullmatch(text)}
+
+    def decode(token_ids: list[int]) -> str:
+        if has_marks:
+            token_ids = [each for each in token_ids if each not in dropped]
+        return str(tokenizer.decode(token_ids, skip_special_tokens=not has_marks))
+
+    has_marks = len(dropped) < len(special)
+    return decode
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:

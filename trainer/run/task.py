@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
@@ -14,6 +13,7 @@ from algorithms.config import Problem
 from rollout.data.data_files import DataError
 from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_dataset
 from rollout.data.hub import fetch_model, limit_silence
+from rollout.data.special_tokens import response_decoder
 from rollout.data.tokenizer import load_tokenizer
 from rollout.data.turn_ends import control_ends, past_end_note, stop_token_ids
 from rollout.rewards import Scorer
@@ -166,11 +166,11 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     if problems:
         raise StartError(*problems)
 
-    ends = control_ends(tokenizer, stop_ids)
+    ends, without_special = control_ends(tokenizer, stop_ids), response_decoder(tokenizer)
 
-    def decode(token_ids: list[int], *, raw: bool = False) -> str:
-        ended = not raw and bool(token_ids) and token_ids[-1] in ends
-        return str(tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=not raw))
+    def decode(token_ids: list[int]) -> str:
+        ended = bool(token_ids) and token_ids[-1] in ends
+        return without_special(token_ids[:-1] if ended else token_ids)
 
     # A model that Parity makes differs in its last bits from machine to machine. Only an adapter needs the very same.
     has_mark = isinstance(config.model, HFModelConfig) or config.policy.lora.rank > 0
@@ -185,7 +185,7 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
             config.reward,
             max_new_tokens=config.sampling.max_new_tokens,
             decode=decode,
-            decode_raw=partial(decode, raw=True),
+            decode_raw=lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=False)),
         ),
         model_mark=model_mark(model_path) if has_mark else None,
     )
