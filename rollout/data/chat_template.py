@@ -12,14 +12,14 @@ from __future__ import annotations
 import queue
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from rollout.data.conversations import ASSISTANTS, Messages
+from rollout.data.conversations import ASSISTANTS, Messages, with_other_arguments
 from rollout.data.data_files import plain_text
 from rollout.processes.child_process import START_TIMEOUT_S, ChildProcess, become_child, described
 
@@ -133,6 +133,21 @@ class ChatTemplate:
         return answer
 
 
+def _in_either_form(messages: Messages, render: Callable[[Messages], str]) -> str:
+    """What `render` makes of `messages`, whose calls have their arguments in the form that the template is made for.
+
+    OpenAI's API, and most data, have JSON text there. Many templates write it as JSON once more, others fail.
+    """
+    other, quoted = with_other_arguments(messages)
+    try:
+        text = render(messages)
+    except Exception:
+        if other == messages:
+            raise
+        return render(other)
+    return render(other) if any(each in text for each in quoted) else text
+
+
 def main(memory_bytes: int) -> None:
     """Render lists of messages until the input ends."""
     requests, say = become_child(memory_bytes=memory_bytes)
@@ -153,7 +168,11 @@ def main(memory_bytes: int) -> None:
                 "add_generation_prompt": ends is Ends.answer,
                 "continue_final_message": ends is Ends.last,
             }
-            text = plain_text(str(render_jinja_template([asked["messages"]], **fixed, **how)[0][0]))
+
+            def render(messages: Messages, how: dict[str, Any] = how) -> str:
+                return plain_text(str(render_jinja_template([messages], **fixed, **how)[0][0]))
+
+            text = _in_either_form(asked["messages"], render)
         except Refusal as error:
             problem = f"the chat template refuses the messages: {error}"
         except Exception as error:

@@ -7,9 +7,11 @@ without an error and is no prompt, such as one whose last word is the assistant'
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from rollout.data.answers import stated
@@ -126,6 +128,22 @@ def _without_null(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_null(member) for name, member in value.items() if member is not None}
     return [_without_null(member) for member in value] if isinstance(value, list) else value
+
+
+def with_other_arguments(messages: Messages) -> tuple[Messages, list[str]]:
+    """`messages` with the arguments of calls in their other form, an object for JSON text and text for an object; and
+    the texts among them as a template writes them that makes JSON of them once more."""
+    other, quoted = copy.deepcopy(messages), []
+    for call in (call for message in other for call in message.get("tool_calls", ()) if isinstance(call, dict)):
+        function: Any = call.get("function", call)
+        given = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(given, dict):
+            function["arguments"] = json.dumps(given, ensure_ascii=False)
+        elif isinstance(given, str) and given.lstrip().startswith("{"):
+            with suppress(ValueError, RecursionError):
+                function["arguments"] = json.loads(given)
+                quoted.append(json.dumps(given, ensure_ascii=False))
+    return other, quoted
 
 
 def _refuse_no_prompt(messages: Messages, key: str, *, continues: bool) -> None:

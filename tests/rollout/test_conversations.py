@@ -175,6 +175,38 @@ def test_text_beside_a_call_may_be_left_out(tmp_path):
     assert '"add"' in loaded(tmp_path, tokenizer, [ASKED, call, ASKED]).train[0].text
 
 
+@pytest.mark.parametrize("given", ['{"a": "\u00e9"}', {"a": "\u00e9"}], ids=["text", "object"])
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("{{ call.arguments | tojson }}", 'add{"a": "\u00e9"}'),
+        ("{{ call.arguments if call.arguments is string else call.arguments | tojson }}", 'add{"a": "\u00e9"}'),
+        ("{% for name, value in call.arguments | items %}{{ name }}={{ value }}{% endfor %}", "adda=\u00e9"),
+        ("{{ '```' + call.arguments }}", 'add```{"a": "\u00e9"}'),
+    ],
+    ids=["quotes a text", "takes both", "needs an object", "needs a text"],
+)
+def test_arguments_of_a_call_have_the_form_that_the_template_reads(tmp_path, written, text, given):
+    """OpenAI's API has them as JSON text, and each family of templates is made for one of the two forms."""
+    tokenizer = byte_tokenizer(tmp_path / "other")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% for each in m.tool_calls or [] %}{% set call = each.function %}"
+        f"{{{{ call.name }}}}{written}{{% endfor %}}{{% endfor %}}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": given}}]}
+    assert loaded(tmp_path, tokenizer, [ASKED, call, ASKED]).train[0].text == f"2+3?{text}2+3?"
+
+
+def test_a_template_that_reads_no_form_of_arguments_says_why(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path / "other")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}{{ raise_exception('no calls here') }}{% endif %}"
+        "{% endfor %}"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    assert "the chat template refuses the messages: no calls here" in refused(tmp_path, tokenizer, [ASKED, call, ASKED])
+
+
 def test_one_prompt_that_the_template_cannot_end_is_a_bad_row(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout.data.chat_template.TIMEOUT_S", 2.0)
     assert TIMEOUT_S == 10.0
