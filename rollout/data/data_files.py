@@ -14,6 +14,7 @@ import glob
 import json
 import math
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,9 +41,12 @@ PACKED_HEADS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\
 """First bytes of gzip, bz2, xz, zstd and zip files, and of parquet files, which are no text."""
 SHORT_FLOATS: Mapping[str | None, type] = {"float16": np.float16, "float32": np.float32}
 """Type of a column -> type whose text is the shortest that means the number."""
-TEXT_CELLS: Mapping[str, Any] = {"converters": dict.fromkeys(range(1000), str), "keep_default_na": False}
+TEXT_CELLS: Mapping[str, Any] = {
+    "converters": dict.fromkeys(range(1000), str), "keep_default_na": False, "index_col": False
+}  # fmt: skip
 """Options for a reader of csv: the cells of every column, by its position, are text. CSV has no types: guessed ones
-would turn 007 into 7, NA into null and, beside an empty cell, 42 into 42.0."""
+would turn 007 into 7, NA into null and, beside an empty cell, 42 into 42.0. The first column is no index, as pandas
+would have it where rows have more fields than the header: all others would move."""
 SHOWN_CHARS = 1000
 """Characters that are kept of a line that cannot be read."""
 
@@ -263,7 +267,7 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
                 **(TEXT_CELLS if suffix == ".csv" else {}),
             )
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-            raise ValueError(f"{path} could not be read: {error.__cause__ or error}") from error
+            raise ValueError(f"{path} could not be read: {_cause(error)}") from error
     yield from _table_rows(table.iter(batch_size=BATCH_ROWS), table.features)
 
 
@@ -286,19 +290,32 @@ def _rows_with_maps(path: Path) -> Iterator[RawRow] | None:
     return _table_rows(batches, datasets.Features.from_arrow_schema(schema(plain_fields)))
 
 
+def _cause(error: Exception) -> object:
+    """What went wrong in `datasets`."""
+    cause = error.__cause__ or error
+    lost = "rows have more fields than the header. Put texts with commas in quotes"
+    return lost if type(cause).__name__ == "ParserWarning" else cause
+
+
 @contextmanager
 def _without_bars(*, hides: bool = True) -> Iterator[None]:
-    """Let `datasets` draw no bars in the block if it `hides` them: local files take no time that needs one."""
-    import datasets
+    """Let `datasets` draw no bars in the block if it `hides` them: local files take no time that needs one.
 
-    if not hides or datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
+    Where pandas would drop cells of a csv file and warn, it fails.
+    """
+    import datasets
+    from pandas.errors import ParserWarning
+
+    hides = hides and not datasets.are_progress_bars_disabled()
+    if hides:
+        datasets.disable_progress_bars()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ParserWarning)
+            yield
     finally:
-        datasets.enable_progress_bars()
+        if hides:
+            datasets.enable_progress_bars()
 
 
 def _refuse_compressed(path: Path) -> None:
@@ -398,7 +415,7 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
                 "for a private or gated data set, `hf auth login` first."
             ) from error
         except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:  # a script is the last
-            raise ValueError(f"{source} could not be read: {error.__cause__ or error}") from error
+            raise ValueError(f"{source} could not be read: {_cause(error)}") from error
         yield from _table_rows(table.iter(batch_size=BATCH_ROWS), table.features)
 
 

@@ -138,6 +138,21 @@ def test_cells_of_csv_are_text_wherever_the_file_lies(tmp_path, tokenizer):
         ]
 
 
+@pytest.mark.parametrize("rows", ["2, 3 and 4?,9\n5, 6?,11\n", "2, 3?,5\n5, 6?,11\n"], ids=["different", "alike"])
+def test_commas_without_quotes_move_no_column_of_a_csv_file(tmp_path, tokenizer, rows):
+    (tmp_path / "train.csv").write_text("question,answer\n" + rows)
+    for source in (tmp_path / "train.csv", f"{tmp_path}@train"):
+        with pytest.raises(DataError, match=r"rows have more fields than the header\. Put texts with commas in quotes"):
+            load_dataset(config(source), tokenizer)
+
+
+def test_a_comma_at_the_end_of_each_line_of_a_csv_file_adds_no_column(tmp_path, tokenizer):
+    (tmp_path / "train.csv").write_text("question,answer\n2+3?,5,\n5+6?,11,\n")
+    for source in (tmp_path / "train.csv", f"{tmp_path}@train"):
+        data = load_dataset(config(source), tokenizer)
+        assert [(each.text, each.answer) for each in data.train] == [("2+3?", "5"), ("5+6?", "11")]
+
+
 def test_types_that_a_data_set_declares_hold_for_its_csv(tmp_path, tokenizer):
     features = "dataset_info:\n  features:\n  - name: question\n    dtype: string\n  - name: answer\n    dtype: int64\n"
     (tmp_path / "README.md").write_text(f"---\n{features}  - name: hops\n    dtype: int64\n---\n")
