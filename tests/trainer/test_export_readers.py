@@ -12,6 +12,7 @@ import torch
 from policy_cases import make_config, save_policy, save_words
 from readers import NEW_TOKENS, Reading, needs_release_4, read, read_with_release_4, write, write_with_release_4
 from test_export import saved_after_a_step
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.data.tokenizer import load_tokenizer
 from trainer.run.export import write_model
@@ -152,6 +153,16 @@ def test_generate_stops_where_the_run_ended_a_response(tmp_path: Path) -> None:
         assert end in (named if isinstance(named, list) else [named]) or export.name == "no_end_export"
         if export.name == "sampling_flags_export":
             assert (generation["temperature"], generation["top_p"]) == (0.6, 0.9), "as it is"
+
+
+def test_an_export_can_be_loaded_by_those_who_allow_the_code_of_a_model(tmp_path: Path) -> None:
+    """Phi-3 and its like name Python files beside them, although transformers has the model itself."""
+    start = save_words(save_policy(tmp_path / "start"))
+    names_of_code(start)
+    edited(start / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]})
+    export = exported(start, tmp_path)
+    assert type(AutoModelForCausalLM.from_pretrained(export, trust_remote_code=True)).__name__ == "Qwen2ForCausalLM"
+    assert AutoTokenizer.from_pretrained(export, trust_remote_code=True)("<eos>").input_ids == [1]
 
 
 def test_special_tokens_of_release_5_are_special_for_both(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ DTYPE_KEYS = ("torch_dtype", "dtype")
 ROPE_KEY = "rope_parameters"
 THETA_KEY, PART_KEY = "rope_theta", "partial_rotary_factor"
 """Fields of `rope_parameters` that release 4 reads outside of `rope_scaling`."""
+CODE_KEY = "auto_map"
+"""Names Python files, which are not copied: whoever allows a model its code (trust_remote_code) would miss them."""
 SPECIAL_TOKEN_KEYS = ("bos_token_id", EOS_KEY, "pad_token_id")
 
 
@@ -36,6 +38,7 @@ def copy_description(source: Path, target: Path, *, dtype: torch.dtype, stop_ids
     """
     of_weights = {key: dtype_name(dtype) for key in DTYPE_KEYS}
     described = _read(source / CONFIG_FILE)
+    described.pop(CODE_KEY, None)
     parts = [described, described.get("text_config")]  # the second of a model that reads more than text
     for part in (each for each in parts if isinstance(each, dict)):
         part |= {key: name for key, name in of_weights.items() if key in part}
@@ -73,9 +76,11 @@ def describe_for_release_4(directory: Path) -> None:
 
 
 def describe_tokenizer_for_release_4(directory: Path) -> None:
-    """Put the names that both releases read in place of those that release 5 has written of a tokenizer."""
+    """Put the names that both releases read in place of those that release 5 has written of a tokenizer, and none of
+    code."""
     path = directory / "tokenizer_config.json"
     fields = dict(given := _read(path) if path.is_file() else {})
+    fields.pop(CODE_KEY, None)
     if given.get("tokenizer_class") == "TokenizersBackend":  # two names of one class
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(given.get("extra_special_tokens"), list):
