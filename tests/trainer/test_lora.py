@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import peft
 import pytest
 import torch
 from gathering_ranks import published_by_ranks
+from huggingface_hub import constants
 from policy_cases import (
     full_gradient,
     lone_worker,
@@ -35,7 +37,7 @@ from rollout.weights.adapter import is_adapter
 from rollout.weights.files import tensor_shapes as stored_shapes
 from rollout.weights.packing import DTYPES
 from trainer.config.train import TrainConfig
-from trainer.config.training import LoraConfig, SmolLM2ModelConfig
+from trainer.config.training import HFModelConfig, LoraConfig, SmolLM2ModelConfig
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes, stored_linear_shapes
 from trainer.limits.floors import GroupLengths, training_flops
 from trainer.limits.model_shape import SMOLLM2, described_shapes, shape_of
@@ -306,6 +308,27 @@ def test_an_export_is_merged_or_an_adapter_that_peft_loads(tmp_path: Path, save:
     tokens = torch.arange(12)[None]
     torch.testing.assert_close(loaded(tokens).logits, whole(tokens).logits, atol=1e-5, rtol=0)
     assert not torch.allclose(loaded(tokens).logits, loaded.unload()(tokens).logits, atol=1e-3)
+
+
+def test_an_adapter_names_its_model_for_readers_in_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path is of no use elsewhere, and the newest revision of a hub model may be of other weights."""
+    config, checkpoint, _ = saved_run(save_policy(tmp_path / "start"), tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    write_adapter(replace(config, model=HFModelConfig(path="start")), checkpoint, tmp_path / "adapter")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cached, commit = tmp_path / "hub" / "models--some--model", "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree("start", cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "v1").write_text(commit)
+    of_hub = HFModelConfig(path="some/model", revision="v1")
+    write_adapter(replace(config, model=of_hub), checkpoint, tmp_path / "of_hub")
+    described = json.loads((tmp_path / "of_hub" / "adapter_config.json").read_text())
+    assert (described["base_model_name_or_path"], described["revision"]) == ("some/model", "v1")
+    monkeypatch.chdir("/")
+    assert peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").active_adapters == ["default"]
 
 
 def test_an_adapter_of_another_model_or_kind_is_refused(tmp_path: Path) -> None:
