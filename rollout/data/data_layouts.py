@@ -5,8 +5,10 @@ Add a layout as a row of `LAYOUTS`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from string import ascii_uppercase
 from typing import Any, NamedTuple, TypeGuard
 
 import orjson
@@ -16,6 +18,11 @@ from rollout.task_config import FileDataConfig
 
 JOIN = "+"
 """Separator of the columns of a prompt that several columns make up: Body+Question."""
+
+
+LETTERS = tuple(ascii_uppercase)
+_LABELLED = re.compile(r"\W*A\W*[.):]")
+"""Beginning of the first of several choices that have their letters."""
 
 
 class Layout(NamedTuple):
@@ -61,7 +68,7 @@ class Columns:
         if len(parts) == 1:
             return parts[0]
         text = ""
-        for part in map(_choices, parts):
+        for part in (_choices(part, self.answer(row)) for part in parts):
             if _is_texts(part):
                 text += "\n" + "\n".join(map(str, part))
             elif _is_texts([part]):
@@ -109,17 +116,20 @@ def _is_texts(value: object) -> TypeGuard[list[str | int | float]]:
     return isinstance(value, list) and value != [] and all(type(m) in (str, int, float) and m == m for m in value)
 
 
-def _choices(value: object) -> object:
-    """The lines of choices in the form {"label": [...], "text": [...]} or {"A": ..., "B": ...}; else `value`."""
-    if not isinstance(value, dict):
+def _choices(value: object, answer: object) -> object:
+    """The lines of choices in the form {"label": [...], "text": [...]} or {"A": ..., "B": ...}, and of a list of texts
+    without labels of which `answer` names one by its letter; else `value`."""
+    if isinstance(value, dict):
+        labelled = {label: text for label, text in value.items() if text is not None}
+        if _is_texts(texts := value.get("text")):
+            labels = value.get("label")
+            if not _is_texts(labels) or len(labels) != len(texts):
+                return _choices(texts, answer)
+            labelled = dict(zip(labels, texts, strict=True))
+        return [f"{label}. {text}" for label, text in labelled.items()] if _is_texts([*labelled.values()]) else value
+    if not _is_texts(value) or answer not in LETTERS[: len(value)] or _LABELLED.match(str(value[0])):
         return value
-    labelled = {label: text for label, text in value.items() if text is not None}
-    if _is_texts(texts := value.get("text")):
-        labels = value.get("label")
-        if not _is_texts(labels) or len(labels) != len(texts):
-            return texts
-        labelled = dict(zip(labels, texts, strict=True))
-    return [f"{label}. {text}" for label, text in labelled.items()] if _is_texts([*labelled.values()]) else value
+    return [f"{letter}. {text}" for letter, text in zip(LETTERS, value, strict=False)]
 
 
 def look_up(row: dict[str, Any], path: Sequence[str]) -> object:

@@ -97,7 +97,10 @@ def test_a_prompt_over_two_columns():
     assert columns.others(row) == {}
     choices = {"Body": "Two apples. ", "Question": ["(A) 2", "(B) 3"], "Answer": "A"}
     assert columns.prompt(choices) == "Two apples.\n(A) 2\n(B) 3"
-    assert columns.prompt({**choices, "Question": [1, 2.5]}) == "Two apples.\n1\n2.5"
+    assert columns.prompt({**choices, "Question": [1, 2.5]}) == "Two apples.\nA. 1\nB. 2.5", "which the answer names"
+    assert columns.prompt({**choices, "Question": {"text": ["A man", "A dog"]}}) == "Two apples.\nA. A man\nB. A dog"
+    for other in ("C", "2", 1, None, ["A"]):
+        assert columns.prompt({**choices, "Question": ["1", "2"], "Answer": other}) == "Two apples.\n1\n2"
     assert columns.prompt({**choices, "Question": {"A": "2", "B": 3, "C": None}}) == "Two apples.\nA. 2\nB. 3"
     # A column that really is named so wins.
     named = choose_columns([{"a+b": "x", "c": "y"}], replace(CONFIG, prompt_key="a+b", answer_key="c"), source="f")
