@@ -14,7 +14,6 @@ import ray
 from ray.cluster_utils import Cluster as Machines
 
 from trainer.cluster.session import TOKEN_VARIABLE, ray_session
-from trainer.report.frame import write_page
 from trainer.rundir import run_dir
 from trainer.rundir.run_dir import lock_directory, release_directory, write_whole
 
@@ -166,7 +165,7 @@ def test_a_page_in_a_directory_of_all_users_follows_no_link(tmp_path: Path, monk
     victim.write_text("whole")
     for name in ("", f"{os.getpid()}."):
         (tmp_path / f".page.{name}unfinished").symlink_to(victim)
-    write_page("<p>", tmp_path / "page.html")
+    write_whole(tmp_path / "page.html", "<p>")
     assert (tmp_path / "page.html").read_text() == "<p>" and not (tmp_path / "page.html").is_symlink()
     monkeypatch.setattr(run_dir.secrets, "token_hex", lambda length: "guessed")
     link = tmp_path / ".page.guessed.unfinished"

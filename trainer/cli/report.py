@@ -12,7 +12,7 @@ from pathlib import Path
 from algorithms.config import NOT_SET, Problem
 from algorithms.config.home import from_home
 from trainer.compose.outcome import DONE, FAILED, report
-from trainer.rundir.run_dir import REPORT_FILE, runs_inside, unusable_problem
+from trainer.rundir.run_dir import REPORT_FILE, runs_inside, unusable_problem, write_whole
 from trainer.rundir.text import to_stderr, to_stdout
 
 COMMAND = "parity report"
@@ -59,14 +59,13 @@ def _report_bundle(file: Path, out: Path) -> int:
     from trainer.replay.bundle_results import render_bundle, replay_bundle
     from trainer.replay.modes import of_bundle
     from trainer.replay.peers.recognise import read_any
-    from trainer.report.frame import write_page
 
     try:
         replay = replay_bundle(read_any(file, step=None), of_bundle())
     except BundleError as error:
         return report([str(error)], command=command)
-    page = render_bundle(replay, numbers=f"{file.name}, and parity replay prints them")
-    to_stdout(f"{write_page(page, out)}\n")
+    write_whole(out, render_bundle(replay, numbers=f"{file.name}, and parity replay prints them"))
+    to_stdout(f"{out}\n")
     return DONE
 
 

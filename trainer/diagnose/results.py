@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -10,11 +9,10 @@ from pathlib import Path
 from trainer.diagnose.diagnosis import Diagnosis
 from trainer.replay.results import shown
 from trainer.report.diagnosis import TABLE, parts_section
-from trainer.report.frame import render_page, write_page
-from trainer.rundir.run_dir import write_whole
+from trainer.report.frame import render_tables, write_results
 
-RESULT_FILE = "diagnosis.json"
-PAGE_FILE = "diagnosis.html"
+NAME = "diagnosis"
+"""Of the files diagnosis.json and diagnosis.html."""
 FORMAT = 1
 """Version of diagnosis.json."""
 LEAST_NAMED = 0.05
@@ -89,18 +87,17 @@ def record(diagnosis: Diagnosis) -> dict[str, object]:
 
 def write_diagnosis(diagnosis: Diagnosis, directory: Path, *, title: str) -> tuple[Path, Path]:
     """Write diagnosis.json and diagnosis.html to `directory`, each atomically; returns their paths."""
-    result = directory / RESULT_FILE
-    write_whole(result, json.dumps(record(diagnosis), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    context = {
-        "title": title,
-        "facts": list(facts(diagnosis)),
-        "numbers": f"{RESULT_FILE} beside this page",
-        "parts_of_page": [("Parts of K3", part_rows(diagnosis), 4, "")],
-    }
     bars = [(f"{part.name} ({part.side})", part.k3) for part in diagnosis.parts]
     section, table = parts_section(answer(diagnosis), [*bars, ("not explained", diagnosis.unexplained)])
-    page = render_page("tables.html", sections=[section], tables={TABLE: table}, context=context)
-    return result, write_page(page, directory / PAGE_FILE)
+    page = render_tables(
+        title,
+        facts=list(facts(diagnosis)),
+        parts=[("Parts of K3", part_rows(diagnosis), 4, "")],
+        numbers=f"{NAME}.json beside this page",
+        sections=[section],
+        tables={TABLE: table},
+    )
+    return write_results(directory, NAME, record(diagnosis), page)
 
 
 def _share(value: float, diagnosis: Diagnosis) -> str:

@@ -5,7 +5,6 @@ Writes replay.json and replay.html, as for a run. No model, no Ray and no engine
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,8 +26,7 @@ from trainer.replay.modes import RUN, Mode, RefusedMode, chosen_modes
 from trainer.replay.recorded import RecordedStep
 from trainer.replay.results import (
     HOW_TO_READ,
-    PAGE_FILE,
-    RESULT_FILE,
+    NAME,
     finite,
     mode_record,
     mode_table,
@@ -36,9 +34,8 @@ from trainer.replay.results import (
     shown,
 )
 from trainer.replay.score import ModeScore, scored_modes
-from trainer.report.frame import render_page, write_page
+from trainer.report.frame import render_tables, write_results
 from trainer.run.guard import Reading, readings
-from trainer.rundir.run_dir import write_whole
 
 PLAIN = "recompute"
 """The mode that compares with pi_old and corrects nothing."""
@@ -172,9 +169,9 @@ def record(replay: BundleReplay) -> dict[str, object]:
 
 def write_bundle_replay(replay: BundleReplay, directory: Path) -> tuple[Path, Path]:
     """Write replay.json and replay.html to `directory`, each atomically; returns their paths."""
-    result = directory / RESULT_FILE
-    write_whole(result, json.dumps(record(replay), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    return result, write_page(render_bundle(replay, numbers=f"{RESULT_FILE} beside this page"), directory / PAGE_FILE)
+    return write_results(
+        directory, NAME, record(replay), render_bundle(replay, numbers=f"{NAME}.json beside this page")
+    )
 
 
 def render_bundle(replay: BundleReplay, *, numbers: str) -> str:
@@ -186,13 +183,8 @@ def render_bundle(replay: BundleReplay, *, numbers: str) -> str:
         ("Modes", mode_rows(replay), 1, HOW_TO_READ),
         ("What each mode minimises", objective_rows(replay), 2, ""),
     ]
-    context = {
-        "title": f"replay of a step of {replay.bundle.metadata.get('producer', 'an unnamed trainer')}",
-        "facts": list(replay.facts()),
-        "numbers": numbers,
-        "parts_of_page": [part for part in parts if len(part[1]) > 1],
-    }
-    return render_page("tables.html", sections=(), tables={}, context=context)
+    title = f"replay of a step of {replay.bundle.metadata.get('producer', 'an unnamed trainer')}"
+    return render_tables(title, facts=list(replay.facts()), parts=parts, numbers=numbers)
 
 
 def mismatch_rows(replay: BundleReplay) -> list[tuple[str, ...]]:

@@ -5,7 +5,6 @@ No Ray and no engine is started. The page has no script and opens offline.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,14 +17,14 @@ from trainer.config.train import TrainConfig
 from trainer.replay.modes import Mode, RefusedMode, chosen_modes
 from trainer.replay.recorded import RecordedStep, read_step
 from trainer.replay.score import MAX_WEIGHT, ModeScore, scored_modes
-from trainer.report.frame import render_page, write_page
+from trainer.report.frame import render_tables, write_results
 from trainer.rundir.dump import Dump
 from trainer.rundir.rows import read_rows
-from trainer.rundir.run_dir import METRICS_FILE, write_whole
+from trainer.rundir.run_dir import METRICS_FILE
 from trainer.rundir.text import counted
 
-PAGE_FILE = "replay.html"
-RESULT_FILE = "replay.json"
+NAME = "replay"
+"""Of the files replay.json and replay.html."""
 FORMAT = 2
 COLUMNS: Mapping[str, str] = {
     "loss": "loss/policy",
@@ -49,9 +48,6 @@ bound, applied: of the weights in the loss. kept: share of the response tokens i
 weight that bounds took off. lr A>0, lr A<0: what is left of the learning rate, sum |w A| / sum |A|. K3: the mismatch,
 nats.
 """
-
-_Part = tuple[str, Sequence[Sequence[str]], int, str]
-"""Heading, rows with the titles first, number of columns that are words, note."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,27 +206,19 @@ def _relative(logged: float | None, replayed: float | None) -> float:
 
 def write_replay(replay: Replay, directory: Path) -> tuple[Path, Path]:
     """Write replay.json and replay.html, each atomically; returns their paths."""
-    result = directory / RESULT_FILE
-    write_whole(result, json.dumps(record(replay), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    return result, write_page(render(replay), directory / PAGE_FILE)
-
-
-def render(replay: Replay) -> str:
-    """The page as HTML."""
     refused = [(mode.name, mode.refusal) for mode in replay.refused]
     objectives = [(mode.name, objective_of(mode.config)) for mode in replay.modes]
-    parts: list[_Part] = [
-        ("Modes", mode_table(replay.scores), 1, HOW_TO_READ),
-        ("Refused", [("mode", "reason"), *refused], 2, ""),
-        ("What each mode minimises", [("mode", "objective"), *objectives], 2, ""),
-    ]
-    context = {
-        "title": f"replay of step {replay.dump.description.step}",
-        "facts": replay.facts(),
-        "numbers": f"{RESULT_FILE} beside this page",
-        "parts_of_page": [part for part in parts if len(part[1]) > 1],
-    }
-    return render_page("tables.html", sections=(), tables={}, context=context)
+    page = render_tables(
+        f"replay of step {replay.dump.description.step}",
+        facts=replay.facts(),
+        parts=[
+            ("Modes", mode_table(replay.scores), 1, HOW_TO_READ),
+            ("Refused", [("mode", "reason"), *refused], 2, ""),
+            ("What each mode minimises", [("mode", "objective"), *objectives], 2, ""),
+        ],
+        numbers=f"{NAME}.json beside this page",
+    )
+    return write_results(directory, NAME, record(replay), page)
 
 
 def mode_table(scores: Sequence[ModeScore], *, hidden: Sequence[str] = ()) -> list[tuple[str, ...]]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -22,6 +24,8 @@ from trainer.report.spec import Section, Table
 from trainer.rundir.run_dir import write_whole
 
 ASSETS = Path(__file__).resolve().parent / "assets"
+TablePart = tuple[str, Sequence[Sequence[str]], int, str]
+"""Heading, rows with the titles first, number of columns that are words, note."""
 
 
 def render_page(
@@ -71,10 +75,27 @@ def render_page(
     return environment.get_template(template).render(sections=sections, **context)
 
 
-def write_page(html: str, path: Path) -> Path:
-    """Write a page atomically, replacing an older page. Returns `path`."""
-    write_whole(path, html)
-    return path
+def render_tables(
+    title: str,
+    *,
+    facts: Sequence[str],
+    parts: Sequence[TablePart],
+    numbers: str,
+    sections: Sequence[Section] = (),
+    tables: Mapping[str, Table] = MappingProxyType({}),
+) -> str:
+    """A page of facts, charts and the tables that have rows, as HTML; `numbers` says where its numbers are."""
+    shown = [part for part in parts if len(part[1]) > 1]
+    context = {"title": title, "facts": facts, "numbers": numbers, "parts_of_page": shown}
+    return render_page("tables.html", sections=sections, tables=tables, context=context)
+
+
+def write_results(directory: Path, name: str, record: Mapping[str, object], page: str) -> tuple[Path, Path]:
+    """Write `<name>.json` and the page `<name>.html` to `directory`, each atomically; returns their paths."""
+    result, html = directory / f"{name}.json", directory / f"{name}.html"
+    write_whole(result, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_whole(html, page)
+    return result, html
 
 
 def _script(text: str) -> str:

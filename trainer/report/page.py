@@ -21,14 +21,14 @@ from pathlib import Path
 
 from trainer.report import headline
 from trainer.report.bins import histogram_section, unreadable
-from trainer.report.data import RunData, at, load_run, load_runs
+from trainer.report.data import RunData, at, load_runs
 from trainer.report.diagnosis import diagnosis_section
-from trainer.report.frame import render_page, write_page
+from trainer.report.frame import render_page
 from trainer.report.present import MAX_POINTS, compared, dash_of, present, run_tables, slot_of
 from trainer.report.samples import coloured, legend, prompt_frame, sample_tables, worst_samples
 from trainer.report.sections import MISMATCH, SECTIONS
 from trainer.report.spec import MAX_PLAIN_POINTS, Section, Table
-from trainer.rundir.run_dir import REPORT_FILE
+from trainer.rundir.run_dir import REPORT_FILE, write_whole
 
 _LONG_TEXT = 240
 """Number of characters above which a prompt or response is folded."""
@@ -41,7 +41,7 @@ def write_report(run_dir: Path) -> Path:
 
     Raises FileNotFoundError if `run_dir` has no metrics.jsonl.
     """
-    return write_page(render(load_run(run_dir)), run_dir / REPORT_FILE)
+    return write_comparison([run_dir], run_dir / REPORT_FILE)
 
 
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
@@ -50,7 +50,8 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     Raises FileNotFoundError if a directory has no metrics.jsonl.
     """
     runs = load_runs(run_dirs)
-    return write_page(render(runs[0]) if len(runs) == 1 else render_runs(runs), path)
+    write_whole(path, render(runs[0]) if len(runs) == 1 else render_runs(runs))
+    return path
 
 
 def render(run: RunData) -> str:
