@@ -33,24 +33,28 @@ def result(
     error: str = "",
 ) -> CellResult:
     """A run of at most three steps with a held-out accuracy before the first step and after each."""
-    steps = range(1, len(scores))
-    curves = {
-        "heldout": list(enumerate(scores)),
-        "reward": [(step, 0.5) for step in steps],
-        "k3": [(step, 1e-5 * step) for step in steps],
-        "worst": [(step, 0.1 * step) for step in steps],
-        "entropy": [(step, 1.0 / step) for step in steps],
-        "grad": [(step, 0.1 * step) for step in steps],
-        "ess": [(step, 1 - 0.01 * step) for step in steps],
+    rows = [metrics(step) | {"eval/accuracy": score} if step else before(score) for step, score in enumerate(scores)]
+    cell = replace(a_cell(), mode=mode, precision=precision, seed=seed)
+    return cell_result(cell, rows, stage, CellRecord(seconds=30.0, error=error), collapse_drop=0.1)
+
+
+def before(score: float) -> dict[str, float]:
+    """The row of the evaluation before training."""
+    return {"step": 0, "eval/accuracy": score}
+
+
+def metrics(step: int) -> dict[str, float]:
+    """The row of a step, without held-out accuracy."""
+    return {
+        "step": step,
+        "reward/mean": 0.5,
+        "mismatch/k3": 1e-5 * step,
+        "mismatch/prob_diff_max": 0.1 * step,
+        "policy/entropy": 1.0 / step,
+        "optim/grad_norm": 0.1 * step,
+        "mismatch/ess/raw_token": 1 - 0.01 * step,
+        "time/step_s": 2.0,
     }
-    return cell_result(
-        replace(a_cell(), mode=mode, precision=precision, seed=seed),
-        curves,
-        seconds_of_steps=[2.0 for _ in steps],
-        stage=stage,
-        record=CellRecord(seconds=30.0, error=error),
-        collapse_drop=0.1,
-    )
 
 
 @functools.cache
@@ -169,20 +173,8 @@ def study_dir(grid: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
             continue
         run_dir = directory / cell.name
         run_dir.mkdir()
-        rows = [
-            {
-                "step": step,
-                "eval/accuracy": (0.5, 0.6 + 0.02 * number, 0.7)[step - 1],
-                "reward/mean": 0.5,
-                "mismatch/k3": 1e-5 * step,
-                "mismatch/prob_diff_max": 0.1 * step,
-                "policy/entropy": 1.0 / step,
-                "optim/grad_norm": 0.1 * step,
-                "mismatch/ess/raw_token": 1 - 0.01 * step,
-            }
-            for step in (1, 2, 3)
-        ]
-        rows.insert(0, {"step": 0, "eval/accuracy": 0.4})
+        scores = (0.5, 0.6 + 0.02 * number, 0.7)
+        rows = [before(0.4), *(metrics(step) | {"eval/accuracy": scores[step - 1]} for step in (1, 2, 3))]
         kept = rows[:2] if number == 4 else rows
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
         status = {"status": "failed" if number == 4 else "completed", "last_step": len(kept) - 1}

@@ -9,11 +9,12 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from algorithms.config import NOT_SET, Problem
 from algorithms.objective import objective, reference_term
-from trainer.cli.arguments import TrainArguments, parse_train
+from trainer.cli.arguments import parse_train
 from trainer.cli.evaluate import flag_problems
 from trainer.cli.plan import render_plan
 from trainer.cli.tables import labelled, rows_text
@@ -27,18 +28,12 @@ from trainer.rundir.run_dir import RunDirectoryError, lock_directory, logged_ste
 from trainer.rundir.termination import GO_ON, RunTerminated
 from trainer.rundir.text import counted, duration, to_stderr, to_stdout
 from trainer.study.config import PRECISIONS, StudyConfig, precision_words
-from trainer.study.grid import Study, compose_study, recipe_problems
+from trainer.study.grid import Study, compose_study
+from trainer.study.page import PAGE_FILE, write_study
 from trainer.study.ranking import MODE_COLUMN, TITLES, rank, study_notes, table_rows
+from trainer.study.results import read_results
 from trainer.study.run import parallel_problems, run_cells
-from trainer.study.study_dir import (
-    CellRecord,
-    Stage,
-    newest_study,
-    read_records,
-    stage_of,
-    studies_dir,
-    study_problems,
-)
+from trainer.study.study_dir import CellRecord, Stage, newest_study, read_records, stage_of, studies_dir, study_problems
 
 NAME = "parity study"
 SECTION = "study"
@@ -60,8 +55,10 @@ def run_study(words: Sequence[str]) -> int:
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(recipe, Problem):
         return report([recipe, *problems], command=NAME)
-    if wrong:
-        problems += _problems_besides(wrong, own, recipe, arguments)
+    if wrong:  # one precision and one seed show what is wrong with the recipe, an override or a mode
+        modes, _ = read_own_keys(StudyConfig, [word for word in own if word.startswith(MODES)], section=SECTION)
+        one = replace(modes, precisions=[PRECISIONS[0]], seeds=[0])
+        problems += compose_study(recipe, arguments.overrides, one, own_dir=arguments.own_dir)[1]
         return report(problems, command=f"{NAME} {arguments.recipe}")
     study, of_runs = compose_study(recipe, arguments.overrides, config, own_dir=arguments.own_dir)
     study_dir = _directory(config, recipe_name(recipe), resumes=any(word in RESUME_WORDS for word in words))
@@ -88,19 +85,6 @@ def run_study(words: Sequence[str]) -> int:
         release_directory(lock, study_dir)
 
 
-def _problems_besides(
-    wrong: Sequence[Problem], own: Sequence[str], recipe: Path, arguments: TrainArguments
-) -> list[Problem]:
-    """The problems of the recipe, its overrides and the study's modes, beside those of the study's own keys."""
-    named = {problem.key for problem in wrong}
-    modes, _ = read_own_keys(StudyConfig, [word for word in own if word.startswith(MODES)], section=SECTION)
-    if MODES in named or modes == StudyConfig():
-        return recipe_problems(recipe, arguments.overrides, own_dir=arguments.own_dir)
-    # One precision and one seed: a mode is wrong with any of them.
-    one = replace(modes, precisions=[PRECISIONS[0]], seeds=modes.seeds[:1])
-    return compose_study(recipe, arguments.overrides, one, own_dir=arguments.own_dir)[1]
-
-
 def _directory(config: StudyConfig, recipe_name: str, *, resumes: bool) -> Path:
     """Directory of the study: study.dir, else with `resumes` the newest study of the recipe, else a new directory."""
     if config.dir is not None:
@@ -111,15 +95,12 @@ def _directory(config: StudyConfig, recipe_name: str, *, resumes: bool) -> Path:
 
 def _run(study: Study, study_dir: Path, *, command: str) -> int:
     """Run all unfinished runs, and write the page after every run."""
-    from trainer.study.page import PAGE_FILE, read_results, write_study
-
     records = read_records(study_dir)
     _say(summary(study, study_dir, records))
-    write_study(study, study_dir, records, command=command)
-    code = run_cells(
-        study, study_dir, records, say=_say, ended=lambda: write_study(study, study_dir, records, command=command)
-    )
-    not_written = write_study(study, study_dir, records, command=command)
+    write = partial(write_study, study, study_dir, records, command=command)
+    write()
+    code = run_cells(study, study_dir, records, say=_say, ended=write)
+    not_written = write()
     results = read_results(study, study_dir, records)
     ranking = rank(results)
     notes = study_notes(study.config, results, ranking)

@@ -94,13 +94,6 @@ def compose_study(
     return study, [*wrong.values(), *_without_repetition(problems)]
 
 
-def recipe_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> list[Problem]:
-    """Problems of the recipe and the overrides, independent of the axes: for a study with invalid axes."""
-    wrong = _word_problems(recipe, words, own_dir=own_dir)
-    kept = [word for word in words if word not in wrong]
-    return [*wrong.values(), *resolve(recipe, kept, own_dir=own_dir, multirun=False).problems]
-
-
 def _word_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> dict[str, Problem]:
     """Word -> its problem in a study, whatever its value."""
     problems: dict[str, Problem] = {}

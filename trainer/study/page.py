@@ -22,7 +22,7 @@ from trainer.report.spec import STEP, Section, Series, Table
 from trainer.rundir.run_dir import REPORT_FILE, write_whole
 from trainer.study.grid import Study
 from trainer.study.ranking import MODE_COLUMN, TITLES, Ranking, rank, study_notes, table_rows
-from trainer.study.results import CHARTS, CellResult, read_result, spread
+from trainer.study.results import CHARTS, CellResult, read_results, spread
 from trainer.study.study_dir import STUDY_FILE, CellRecord, Stage
 
 PAGE_FILE = "study.html"
@@ -30,16 +30,6 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 SLOTS = (0, 1, 2, 3, 7, 4, 5, 6)
 """Colours of the page in the order of the modes: neighbours differ most."""
 _FORMAT = 2
-
-
-def read_results(study: Study, study_dir: Path, records: Mapping[str, CellRecord]) -> list[CellResult]:
-    """The results of every cell, in the order of the study."""
-    return [
-        read_result(
-            study_dir, cell, records.get(cell.name, CellRecord()), collapse_drop=study.config.collapse_drop
-        )
-        for cell in study.cells
-    ]  # fmt: skip
 
 
 def write_study(study: Study, study_dir: Path, records: Mapping[str, CellRecord], *, command: str) -> str:

@@ -16,7 +16,7 @@ from trainer.report.sections import SECTIONS
 from trainer.report.spec import Chart
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import METRICS_FILE
-from trainer.study.grid import Cell
+from trainer.study.grid import Cell, Study
 from trainer.study.study_dir import CellRecord, Stage, stage_of
 
 _LAST_STEPS = 5
@@ -80,34 +80,25 @@ class Spread:
     count: int
 
 
-def read_result(study_dir: Path, cell: Cell, record: CellRecord, *, collapse_drop: float) -> CellResult:
-    """Read a cell's files; a cell without recorded steps has empty curves."""
-    path = study_dir / cell.name / METRICS_FILE
-    rows = rows_by_step(read_rows(path)) if path.is_file() else []
-    evaluated = evaluation_rows(rows)
-    curves = {
-        name: _points(evaluated if name == "heldout" else rows, chart.series[0].key) for name, chart in CHARTS.items()
-    }
-    return cell_result(
-        cell,
-        curves,
-        seconds_of_steps=_values(_points(rows, "time/step_s")),
-        stage=stage_of(study_dir, cell),
-        record=record,
-        collapse_drop=collapse_drop,
-    )
+def read_results(study: Study, study_dir: Path, records: Mapping[str, CellRecord]) -> list[CellResult]:
+    """Read the files of every cell, in the order of the study; a cell without recorded steps has empty curves."""
+    results = []
+    for cell in study.cells:
+        path = study_dir / cell.name / METRICS_FILE
+        rows = rows_by_step(read_rows(path)) if path.is_file() else []
+        stage, record = stage_of(study_dir, cell), records.get(cell.name, CellRecord())
+        results.append(cell_result(cell, rows, stage, record, collapse_drop=study.config.collapse_drop))
+    return results
 
 
 def cell_result(
-    cell: Cell,
-    curves: Mapping[str, Points],
-    *,
-    seconds_of_steps: Sequence[float],
-    stage: Stage,
-    record: CellRecord,
-    collapse_drop: float,
+    cell: Cell, rows: Sequence[Row], stage: Stage, record: CellRecord, *, collapse_drop: float
 ) -> CellResult:
-    """The result of a cell from its curves."""
+    """The result of a cell from the rows of its metrics."""
+    evaluated, seconds_of_steps = evaluation_rows(rows), _values(_points(rows, "time/step_s"))
+    curves = {
+        name: _points(evaluated if name == "heldout" else rows, chart.series[0].key) for name, chart in CHARTS.items()
+    }
     heldout, entropy = _values(curves["heldout"]), _values(curves["entropy"])
     last = heldout[-1] if heldout and stage is Stage.finished else None
     best = max(heldout, default=0.0)
