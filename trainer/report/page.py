@@ -16,7 +16,7 @@ Text of a model or a dataset reaches the page only escaped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.report import headline
@@ -25,7 +25,7 @@ from trainer.report.data import RunData, at, load_runs
 from trainer.report.diagnosis import diagnosis_section
 from trainer.report.frame import render_page
 from trainer.report.present import MAX_POINTS, compared, dash_of, present, run_tables, slot_of
-from trainer.report.samples import coloured, legend, prompt_frame, sample_tables, worst_samples
+from trainer.report.samples import WORST_SAMPLES, coloured, legend, prompt_frame, sample_tables, worst_samples
 from trainer.report.sections import MISMATCH, SECTIONS
 from trainer.report.spec import MAX_PLAIN_POINTS, Section, Table
 from trainer.rundir.run_dir import REPORT_FILE, write_whole
@@ -56,7 +56,6 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
 
 def render(run: RunData) -> str:
     """The report of one run, as HTML."""
-    sections, tables = contents([run])
     drawn = min(len(run.steps), MAX_POINTS)
     assumptions = at(run.accounting, "assumptions")
     context = {
@@ -67,26 +66,20 @@ def render(run: RunData) -> str:
         "changes": headline.changes(run),
         "tiles": headline.tiles(run),
         "speeds": list(headline.speeds(run)),
-        "phases": headline.phases([run]),
         "assumptions": assumptions if isinstance(assumptions, list) else [],
         "thinned": drawn if drawn < len(run.steps) else None,
-        "smoothed": len(run.steps) > MAX_PLAIN_POINTS,
         "sample_tables": sample_tables(run),
-        "worst": worst_samples(run),
         "frame": prompt_frame(run),
         "coloured": coloured,
-        "legend": list(legend()),
         "config_sections": headline.config_sections(run),
         "environment_facts": headline.environment_facts(run),
-        "remarks": [*run.remarks, *unreadable(run)],
         "long_text": _LONG_TEXT,
     }
-    return render_page("run.html", sections=sections, tables=tables, context=context)
+    return _render("run.html", [run], context)
 
 
 def render_runs(runs: Sequence[RunData]) -> str:
     """A page that compares several runs, as HTML."""
-    sections, tables = contents(runs)
     labels = dict.fromkeys(tile.label for run in runs for tile in headline.tiles(run))
     context = {
         "title": f"{len(runs)} runs compared",
@@ -96,19 +89,30 @@ def render_runs(runs: Sequence[RunData]) -> str:
         "statuses": [headline.status_of(run) for run in runs],
         "labels": list(labels),
         "tiles": [{tile.label: tile for tile in headline.tiles(run)} for run in runs],
-        "phases": headline.phases(runs),
         "difference": headline.config_difference(runs),
+    }
+    return _render("runs.html", runs, context)
+
+
+def _render(template: str, runs: Sequence[RunData], context: Mapping[str, object]) -> str:
+    """A page with `context` and what the pages of one run and of several have in common."""
+    sections, tables = contents(runs)
+    names, count = ([""], WORST_SAMPLES) if len(runs) == 1 else ([run.name for run in runs], _WORST_OF_EACH)
+    named = list(zip(names, runs, strict=True))
+    common = {
+        "phases": headline.phases(runs),
+        "smoothed": any(len(run.steps) > MAX_PLAIN_POINTS for run in runs),
         "worst": [
-            (run.name, samples, prompt_frame(run))
-            for run in runs
-            if (samples := worst_samples(run, count=_WORST_OF_EACH))
+            (name, samples, prompt_frame(run)) for name, run in named if (samples := worst_samples(run, count=count))
         ],
         "legend": list(legend()),
-        "smoothed": any(len(run.steps) > MAX_PLAIN_POINTS for run in runs),
-        "remarks": [f"{run.name}: {remark}" for run in runs for remark in (*run.remarks, *unreadable(run))],
-        "long_text": _LONG_TEXT,
+        "remarks": [
+            f"{name}: {remark}" if name else remark
+            for name, run in named
+            for remark in (*run.remarks, *unreadable(run))
+        ],
     }
-    return render_page("runs.html", sections=sections, tables=tables, context=context)
+    return render_page(template, sections=sections, tables=tables, context={**context, **common})
 
 
 def contents(runs: Sequence[RunData]) -> tuple[list[Section], dict[str, Table]]:
