@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.diagnose.diagnosis import Diagnosis
 from trainer.replay.results import shown
-from trainer.report.diagnosis import TABLE, parts_section
+from trainer.report.bins import PARTS_TABLE, parts_section
 from trainer.report.frame import render_tables, write_results
 
 NAME = "diagnosis"
@@ -95,7 +95,7 @@ def write_diagnosis(diagnosis: Diagnosis, directory: Path, *, title: str) -> tup
         parts=[("Parts of K3", part_rows(diagnosis), 4, "")],
         numbers=f"{NAME}.json beside this page",
         sections=[section],
-        tables={TABLE: table},
+        tables={PARTS_TABLE: table},
     )
     return write_results(directory, NAME, record(diagnosis), page)
 

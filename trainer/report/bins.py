@@ -1,6 +1,7 @@
-"""histograms.jsonl -> charts of the engines' difference: by probability, position, and both probabilities of a token.
+"""The charts that are not over steps: where the engines differ, and what `parity diagnose` found.
 
-The charts of one run compare its beginning and its end; the charts of several runs compare whole runs.
+histograms.jsonl -> the difference by probability, by position, and by both probabilities of a token. The charts of one
+run compare its beginning and its end; the charts of several runs compare whole runs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.report.data import LARGEST, Row, RunData
+from trainer.report.data import LARGEST, Row, RunData, is_number
 from trainer.report.present import dash_of, slot_of
 from trainer.report.spec import Axis, Chart, ChartKind, Dash, Section, Series, Table
 
@@ -20,6 +21,8 @@ _MAX_TICKS = 8
 _MAX_BINS = 100
 """Bins of an axis of a line that is read; the tracker writes some tens."""
 _PROBABILITY, _POSITION = "by_probability", "by_position"
+PARTS_TABLE = "parts_of_k3"
+"""Name of the chart of the parts of K3, and of its table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,3 +222,40 @@ def _joint_array(row: Row) -> np.ndarray:
     if not (abs(counts) <= LARGEST).all():
         raise ValueError("a count that is no number")
     return counts
+
+
+def parts_section(answer: str, bars: Sequence[tuple[str, float]]) -> tuple[Section, Table]:
+    """The section of an answer and its (cause, part of K3 in nats per token), and the table that its chart names."""
+    places = np.arange(len(bars), dtype=np.float64)
+    labels = tuple(label for label, _ in bars)
+    chart = Chart(
+        id=PARTS_TABLE,
+        title="Parts of K3",
+        series=(Series("k3", "K3", 0, table=PARTS_TABLE),),
+        kind=ChartKind.bars,
+        x=Axis(
+            column="place",
+            label="cause",
+            ticks=tuple(zip(places.tolist(), labels, strict=True)),
+            between=(-0.6, len(bars) - 0.4),
+        ),
+        unit="nats per token",
+        form="exponent",
+        from_zero=all(value >= 0 for _, value in bars),
+        wide=True,
+    )
+    table = Table(columns={"place": places, "k3": np.array([value for _, value in bars])}, labels=labels)
+    return Section(title="Where K3 comes from", text=answer, charts=(chart,)), table
+
+
+def diagnosis_section(run: RunData) -> tuple[Section | None, dict[str, Table]]:
+    """The section of a run that was diagnosed, and its table by name; None for one that was not."""
+    found, parts = run.diagnosis, run.diagnosis.get("parts")
+    answer = found.get("answer")
+    if not isinstance(answer, str) or not isinstance(parts, list):
+        return None, {}
+    bars = [(f"{part.get('name')} ({part.get('side')})", part["k3"]) for part in parts if is_number(part, "k3")]
+    if is_number(found, "unexplained"):
+        bars.append(("not explained", found["unexplained"]))
+    section, table = parts_section(answer, bars)
+    return section, {PARTS_TABLE: table}

@@ -4,8 +4,7 @@
     headline.py  content around the charts: headline numbers, phases, configuration and its differences
     sections.py  charts over steps
     present.py   the charts that a run has numbers for, or that compare several, and their numbers
-    diagnosis.py what `parity diagnose` found
-    bins.py      difference of the engines (histograms.jsonl)
+    bins.py      difference of the engines (histograms.jsonl), what `parity diagnose` found
     samples.py   samples and their tokens, coloured by Delta
     spec.py      Section, Chart, Series, Table
     charts.py    sections and tables -> Bokeh figures
@@ -20,9 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.report import headline
-from trainer.report.bins import histogram_section, unreadable
+from trainer.report.bins import diagnosis_section, histogram_section, unreadable
 from trainer.report.data import RunData, at, load_runs
-from trainer.report.diagnosis import diagnosis_section
 from trainer.report.frame import render_page
 from trainer.report.present import MAX_POINTS, compared, dash_of, present, run_tables, slot_of
 from trainer.report.samples import WORST_SAMPLES, coloured, legend, prompt_frame, sample_tables, worst_samples
