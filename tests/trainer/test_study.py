@@ -23,8 +23,8 @@ from trainer.rundir.termination import GO_ON
 from trainer.rundir.text import duration
 from trainer.study.config import DEFAULT_MODES, StudyConfig
 from trainer.study.grid import Cell, Study, compose_study
+from trainer.study.results import CellRecord, Stage, make_way, stage_of, study_problems
 from trainer.study.run import command_line, last_words, parallel_problems, run_cells
-from trainer.study.study_dir import CellRecord, Stage, make_way, stage_of, study_problems
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORDS = ("rollout=torch", "run.num_steps=3", "tracking.wandb=disabled")

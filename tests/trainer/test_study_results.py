@@ -19,8 +19,7 @@ from trainer.study.config import StudyConfig
 from trainer.study.grid import Cell, Study
 from trainer.study.page import curves_table, write_study
 from trainer.study.ranking import TITLES, apart, chance_apart, rank, study_notes, table_rows
-from trainer.study.results import CHARTS, CellResult, Spread, cell_result, spread
-from trainer.study.study_dir import CellRecord, Stage, read_records
+from trainer.study.results import CHARTS, CellRecord, CellResult, Spread, Stage, cell_result, read_records, spread
 
 
 def result(

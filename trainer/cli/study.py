@@ -31,9 +31,17 @@ from trainer.study.config import PRECISIONS, StudyConfig, precision_words
 from trainer.study.grid import Study, compose_study
 from trainer.study.page import PAGE_FILE, write_study
 from trainer.study.ranking import MODE_COLUMN, TITLES, rank, study_notes, table_rows
-from trainer.study.results import read_results
+from trainer.study.results import (
+    CellRecord,
+    Stage,
+    newest_study,
+    read_records,
+    read_results,
+    stage_of,
+    studies_dir,
+    study_problems,
+)
 from trainer.study.run import parallel_problems, run_cells
-from trainer.study.study_dir import CellRecord, Stage, newest_study, read_records, stage_of, studies_dir, study_problems
 
 NAME = "parity study"
 SECTION = "study"

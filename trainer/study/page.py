@@ -22,8 +22,7 @@ from trainer.report.spec import STEP, Section, Series, Table
 from trainer.rundir.run_dir import REPORT_FILE, write_whole
 from trainer.study.grid import Study
 from trainer.study.ranking import MODE_COLUMN, TITLES, Ranking, rank, study_notes, table_rows
-from trainer.study.results import CHARTS, CellResult, read_results, spread
-from trainer.study.study_dir import STUDY_FILE, CellRecord, Stage
+from trainer.study.results import CHARTS, STUDY_FILE, CellRecord, CellResult, Stage, read_results, spread
 
 PAGE_FILE = "study.html"
 ASSETS = Path(__file__).resolve().parent / "assets"

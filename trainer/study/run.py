@@ -27,7 +27,7 @@ from trainer.rundir.termination import GO_ON, termination_requests
 from trainer.rundir.text import duration
 from trainer.rundir.time_limit import job_variable
 from trainer.study.grid import Cell, Study
-from trainer.study.study_dir import LOGS, CellRecord, Stage, make_way, stage_of
+from trainer.study.results import LOGS, CellRecord, Stage, make_way, stage_of
 
 _POLL_S = 0.3
 _KILL_S = 60.0
