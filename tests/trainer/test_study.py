@@ -233,13 +233,7 @@ def run_all(
 ) -> int:
     directory.mkdir(exist_ok=True)
     config = replace(grid.config, parallel=parallel, **settings)  # type: ignore[arg-type]
-    return run_cells(
-        replace(grid, config=config),
-        directory,
-        records,
-        say=lambda line: sys.stderr.write(f"{line}\n"),
-        ended=lambda: None,
-    )
+    return run_cells(replace(grid, config=config), directory, records, ended=lambda: None)
 
 
 def stages(grid: Study, directory: Path) -> list[str]:

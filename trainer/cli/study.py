@@ -26,7 +26,7 @@ from trainer.run.start import shared_id_problems
 from trainer.rundir.redact import redact_argv
 from trainer.rundir.run_dir import RunDirectoryError, lock_directory, logged_step, release_directory, unusable_problem
 from trainer.rundir.termination import GO_ON, RunTerminated
-from trainer.rundir.text import counted, duration, to_stderr, to_stdout
+from trainer.rundir.text import counted, duration, to_stdout
 from trainer.study.config import PRECISIONS, StudyConfig, precision_words
 from trainer.study.grid import Study, compose_study
 from trainer.study.page import PAGE_FILE, write_study
@@ -41,7 +41,7 @@ from trainer.study.results import (
     studies_dir,
     study_problems,
 )
-from trainer.study.run import parallel_problems, run_cells
+from trainer.study.run import parallel_problems, run_cells, say
 
 NAME = "parity study"
 SECTION = "study"
@@ -87,7 +87,7 @@ def run_study(words: Sequence[str]) -> int:
     try:
         return _run(study, study_dir, command=" ".join([NAME, *redact_argv(kept)]))
     except RunTerminated as ended:  # by a second signal
-        _say(f"{NAME}: ended at once; go on with study.dir={study_dir}")
+        say(f"{NAME}: ended at once; go on with study.dir={study_dir}")
         return ended.exit_code
     finally:
         release_directory(lock, study_dir)
@@ -104,10 +104,10 @@ def _directory(config: StudyConfig, recipe_name: str, *, resumes: bool) -> Path:
 def _run(study: Study, study_dir: Path, *, command: str) -> int:
     """Run all unfinished runs, and write the page after every run."""
     records = read_records(study_dir)
-    _say(summary(study, study_dir, records))
+    say(summary(study, study_dir, records))
     write = partial(write_study, study, study_dir, records, command=command)
     write()
-    code = run_cells(study, study_dir, records, say=_say, ended=write)
+    code = run_cells(study, study_dir, records, ended=write)
     not_written = write()
     results = read_results(study, study_dir, records)
     ranking = rank(results)
@@ -116,21 +116,17 @@ def _run(study: Study, study_dir: Path, *, command: str) -> int:
     table = rows_text([TITLES, *table_rows(ranking)], num_words=MODE_COLUMN + 1)
     to_stdout("\n".join([table, *notes, str(page), ""]))
     if not_written:
-        _say(f"{NAME}: {page} could not be written ({not_written})")
+        say(f"{NAME}: {page} could not be written ({not_written})")
     if code != DONE:
         reason = "out of time" if code == GO_ON else f"asked to end ({signal.Signals(code - 128).name})"
-        _say(f"{NAME}: {reason}; go on with study.dir={study_dir}")
+        say(f"{NAME}: {reason}; go on with study.dir={study_dir}")
         return code
     left = [cell.name for cell in study.cells if stage_of(study_dir, cell) is not Stage.finished]
     for name in left:
-        _say(f"{NAME}: {name} failed: {records[name].error}")
+        say(f"{NAME}: {name} failed: {records[name].error}")
     if left:
-        _say(f"{NAME}: {len(left)} of {len(study.cells)} runs failed; try them again: study.dir={study_dir}")
+        say(f"{NAME}: {len(left)} of {len(study.cells)} runs failed; try them again: study.dir={study_dir}")
     return FAILED if left or not_written else DONE
-
-
-def _say(line: str) -> None:
-    to_stderr(f"{line}\n")
 
 
 def summary(study: Study, study_dir: Path, records: dict[str, CellRecord]) -> str:

@@ -24,7 +24,7 @@ from trainer.limits.machine import Machine
 from trainer.rundir.redact import redact_text
 from trainer.rundir.run_dir import logged_step
 from trainer.rundir.termination import GO_ON, termination_requests
-from trainer.rundir.text import duration
+from trainer.rundir.text import duration, to_stderr
 from trainer.rundir.time_limit import job_variable
 from trainer.study.grid import Cell, Study
 from trainer.study.results import LOGS, CellRecord, Stage, make_way, stage_of
@@ -65,15 +65,14 @@ def run_cells(
     study_dir: Path,
     records: dict[str, CellRecord],
     *,
-    say: Callable[[str], object],
     ended: Callable[[], object],
 ) -> int:
-    """Run every cell that is not finished; `records` is updated.
+    """Run every cell that is not finished, and write a line per start and end to stderr; `records` is updated.
 
-    `say` gets a line per start and end, `ended` is called after each cell. Returns the exit code of a study that a
-    signal, or the time that the runs had, ended early; DONE if every run was tried.
+    `ended` is called after each cell. Returns the exit code of a study that a signal, or the time that the runs had,
+    ended early; DONE if every run was tried.
     """
-    cells = _Cells(study, study_dir, records, say=say)
+    cells = _Cells(study, study_dir, records)
     with termination_requests() as termination:
         termination.then = "every running cell finishes its step and ends"
         try:
@@ -93,18 +92,20 @@ def run_cells(
         return GO_ON if cells.out_of_time else DONE
 
 
+def say(line: str) -> None:
+    """Tell the user, on stderr."""
+    to_stderr(f"{line}\n")
+
+
 class _Cells:
     """The processes of a study."""
 
-    def __init__(
-        self, study: Study, study_dir: Path, records: dict[str, CellRecord], *, say: Callable[[str], object]
-    ) -> None:
+    def __init__(self, study: Study, study_dir: Path, records: dict[str, CellRecord]) -> None:
         self.waiting = deque(cell for cell in study.cells if stage_of(study_dir, cell) is not Stage.finished)
         self.running: list[_Running] = []
         self._study = study
         self._dir = study_dir
         self._records = records
-        self._say = say
         self._group = os.environ.get(WANDB_RUN_GROUP) or f"{study.recipe.stem}/{study_dir.absolute().name}"
         self._total = len(self.waiting)
         self._done = 0
@@ -136,7 +137,7 @@ class _Cells:
             verb = f"goes on after step {logged_step(self._dir / cell.name)}"
         elif stage is Stage.broken:
             verb = "begins again"
-        self._say(f"[{self._total - len(self.waiting)}/{self._total}] {cell.name} {verb}")
+        say(f"[{self._total - len(self.waiting)}/{self._total}] {cell.name} {verb}")
 
     def collect(self) -> bool:
         """Record the processes that have ended; True if there was one."""
@@ -191,7 +192,7 @@ class _Cells:
                 self.waiting.clear()
         else:
             outcome = f"FAILED after {duration(seconds)}: {error}"
-        self._say(f"[{self._done}/{self._total} ended] {cell.name} {outcome}{self._estimate()}")
+        say(f"[{self._done}/{self._total} ended] {cell.name} {outcome}{self._estimate()}")
 
     def _estimate(self) -> str:
         """The time until all runs have ended, as the end of a line; empty while no run has finished."""
