@@ -30,7 +30,7 @@ from trainer.replay.results import (
     finite,
     mode_record,
     mode_table,
-    objective_of,
+    objective_table,
     shown,
 )
 from trainer.replay.score import ModeScore, scored_modes
@@ -181,7 +181,7 @@ def render_bundle(replay: BundleReplay, *, numbers: str) -> str:
         ("By probability of the token", bin_rows(replay.histograms.by_probability, "engine's probability"), 1, ""),
         ("By position in the response", bin_rows(replay.histograms.by_position, "response tokens before"), 1, ""),
         ("Modes", mode_rows(replay), 1, HOW_TO_READ),
-        ("What each mode minimises", objective_rows(replay), 2, ""),
+        ("What each mode minimises", objective_table(replay.modes), 2, ""),
     ]
     title = f"replay of a step of {replay.bundle.metadata.get('producer', 'an unnamed trainer')}"
     return render_tables(title, facts=list(replay.facts()), parts=parts, numbers=numbers)
@@ -197,12 +197,6 @@ def mode_rows(replay: BundleReplay) -> list[tuple[str, ...]]:
     """The table of the corrections, titles first; without advantages no loss is known."""
     hidden = () if replay.bundle.advantages is not None else ("loss", "lr A>0", "lr A<0")
     return mode_table(replay.scores, hidden=hidden)
-
-
-def objective_rows(replay: BundleReplay) -> list[tuple[str, ...]]:
-    """Mode and objective, titles first."""
-    rows: list[tuple[str, ...]] = [("mode", "objective")]
-    return rows + [(mode.name, objective_of(mode.config)) for mode in replay.modes]
 
 
 def bin_rows(bins: Bins, title: str) -> list[tuple[str, ...]]:

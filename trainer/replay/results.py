@@ -207,14 +207,13 @@ def _relative(logged: float | None, replayed: float | None) -> float:
 def write_replay(replay: Replay, directory: Path) -> tuple[Path, Path]:
     """Write replay.json and replay.html, each atomically; returns their paths."""
     refused = [(mode.name, mode.refusal) for mode in replay.refused]
-    objectives = [(mode.name, objective_of(mode.config)) for mode in replay.modes]
     page = render_tables(
         f"replay of step {replay.dump.description.step}",
         facts=replay.facts(),
         parts=[
             ("Modes", mode_table(replay.scores), 1, HOW_TO_READ),
             ("Refused", [("mode", "reason"), *refused], 2, ""),
-            ("What each mode minimises", [("mode", "objective"), *objectives], 2, ""),
+            ("What each mode minimises", objective_table(replay.modes), 2, ""),
         ],
         numbers=f"{NAME}.json beside this page",
     )
@@ -228,6 +227,11 @@ def mode_table(scores: Sequence[ModeScore], *, hidden: Sequence[str] = ()) -> li
         cells = (None if title in hidden else score.metrics.get(key) for title, key in COLUMNS.items())
         rows.append((score.name, *map(shown, cells)))
     return rows
+
+
+def objective_table(modes: Sequence[Mode]) -> list[tuple[str, ...]]:
+    """Mode and objective as text, titles first."""
+    return [("mode", "objective"), *((mode.name, objective_of(mode.config)) for mode in modes)]
 
 
 def shown(value: float | None) -> str:
