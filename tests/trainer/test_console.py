@@ -203,15 +203,6 @@ def test_a_terminal_gets_a_bar_below_permanent_lines() -> None:
     assert any(re.fullmatch(r"starting engines: done in \d+\.\d s", line) for line in lines)
 
 
-def test_no_color_is_honoured() -> None:
-    raw = run_on_terminal({"NO_COLOR": "1"})
-    assert "━" in raw
-    colours = re.findall(r"\x1b\[([0-9;]*)m", raw)
-    assert not [code for code in colours if any(part[:1] in "34" and len(part) >= 2 for part in code.split(";"))], (
-        colours
-    )
-
-
 def test_a_dumb_terminal_gets_plain_lines() -> None:
     raw = run_on_terminal({"TERM": "dumb"})
     assert "\x1b" not in raw and "━" not in raw
