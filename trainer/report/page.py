@@ -22,7 +22,7 @@ from trainer.report import headline
 from trainer.report.bins import diagnosis_section, histogram_section, unreadable
 from trainer.report.data import RunData, at, load_runs
 from trainer.report.frame import render_page
-from trainer.report.present import MAX_POINTS, compared, dash_of, present, run_tables, slot_of
+from trainer.report.present import MAX_POINTS, dash_of, present, run_tables, slot_of
 from trainer.report.samples import WORST_SAMPLES, coloured, legend, prompt_frame, sample_tables, worst_samples
 from trainer.report.sections import MISMATCH, SECTIONS
 from trainer.report.spec import MAX_PLAIN_POINTS, Section, Table
@@ -116,7 +116,7 @@ def _render(template: str, runs: Sequence[RunData], context: Mapping[str, object
 def contents(runs: Sequence[RunData]) -> tuple[list[Section], dict[str, Table]]:
     """The charts of one run, or of several runs together, and their numbers."""
     alone = len(runs) == 1
-    sections = present(SECTIONS, runs[0]) if alone else compared(SECTIONS, runs)
+    sections = present(SECTIONS, runs)
     place = next((index for index, section in enumerate(sections, 1) if section.title == MISMATCH.title), 0)
     tables: dict[str, Table] = {}
     section, more = histogram_section(runs)

@@ -20,16 +20,11 @@ ROWS = "rows"
 """Name of the table of every step."""
 
 
-def present(sections: Sequence[Section], run: RunData) -> list[Section]:
-    """The sections that a run has numbers for."""
-    shown = [replace(section, charts=tuple(_of_run(section.charts, run))) for section in sections]
-    return [section for section in shown if section.charts]
-
-
-def compared(sections: Sequence[Section], runs: Sequence[RunData]) -> list[Section]:
-    """One chart per metric with one curve per run; charts of a single moment of one run are left out."""
+def present(sections: Sequence[Section], runs: Sequence[RunData]) -> list[Section]:
+    """The sections that the runs have numbers for; of several runs, one chart per metric with one curve per run."""
+    made_of = _of_run if len(runs) == 1 else _of_runs
     shown = [
-        replace(section, charts=tuple(made for chart in section.charts for made in _of_runs(chart, runs)))
+        replace(section, charts=tuple(made for chart in section.charts for made in made_of(chart, runs)))
         for section in sections
     ]
     return [section for section in shown if section.charts]
@@ -51,12 +46,12 @@ def dash_of(index: int) -> Dash:
     return tuple(Dash)[index // NUM_SLOTS % len(Dash)]
 
 
-def _of_run(charts: Sequence[Chart], run: RunData) -> Iterator[Chart]:
-    for chart in charts:
-        series = tuple(one for one in (*_different(chart, [run]), *_further(chart, run)) if run.has(one.key))
-        nothing_dropped = chart.id == "groups" and len(series) < 2
-        if series and not nothing_dropped and (not chart.needs or run.has(chart.needs)):
-            yield replace(chart, series=series)
+def _of_run(chart: Chart, runs: Sequence[RunData]) -> Iterator[Chart]:
+    [run] = runs
+    series = tuple(one for one in (*_different(chart, runs), *_further(chart, run)) if run.has(one.key))
+    nothing_dropped = chart.id == "groups" and len(series) < 2
+    if series and not nothing_dropped and (not chart.needs or run.has(chart.needs)):
+        yield replace(chart, series=series)
 
 
 def _different(chart: Chart, runs: Sequence[RunData]) -> Sequence[Series]:
