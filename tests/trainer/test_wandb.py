@@ -34,9 +34,8 @@ from trainer.config.training import Resume
 from trainer.rundir.events import Event, Severity
 from trainer.tracking.console import Console
 from trainer.tracking.tracker import Tracker
-from trainer.tracking.wandb_login import wandb_key_source
 from trainer.tracking.wandb_panels import Panels
-from trainer.tracking.wandb_run import keep_run_id, saved_run_id
+from trainer.tracking.wandb_run import keep_run_id, saved_run_id, wandb_key_source
 from trainer.tracking.wandb_sink import WandbSink
 
 

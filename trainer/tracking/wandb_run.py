@@ -1,27 +1,34 @@
-"""Which run of W&B a run is, and how W&B shows it: id, project, entity, name, group, tags, notes.
+"""Which run of W&B a run is, how W&B shows it (project, entity, name, group, tags, notes), and where the login is.
 
 A value comes from the first of these that has one: the key of the config, the file that an earlier start left in the
-run directory, the variable of W&B, the default. So a resumed run goes on in its W&B run in any environment.
+run directory, the variable of W&B, the default. So a resumed run goes on in its W&B run in any environment. Nothing
+here asks the network.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import netrc
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from trainer.config.outputs import WANDB_NAME, WANDB_RUN_GROUP, WANDB_RUN_ID, TrackingConfig
 from trainer.rundir.redact import redact
 from trainer.rundir.run_dir import write_whole
+
+logger = logging.getLogger(__name__)
 
 RUN_FILE = "wandb_run.json"
 """In run.dir: the fields of WandbRun."""
 PROJECT = "parity"
 MAX_NAME = 128
 """Characters of a name that W&B accepts."""
+_KEY_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +62,24 @@ def wandb_run(config: TrackingConfig, run_dir: Path, *, name: str) -> WandbRun:
         entity=config.entity or saved.get("entity") or variables.get("WANDB_ENTITY") or None,
         **shown,
     )
+
+
+def wandb_key_source() -> str | None:
+    """The place of the key for W&B, or for the server in WANDB_BASE_URL: a variable or a file; None without a key."""
+    for name in _KEY_VARIABLES:
+        if os.environ.get(name):
+            return f"${name}"
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    named = os.environ.get("NETRC")
+    for path in [Path(os.path.expanduser(named))] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            login = netrc.netrc(str(path)).authenticators(host) if path.is_file() else None
+        except (OSError, netrc.NetrcParseError) as error:
+            logger.warning("W&B: %s cannot be read (%s)", path, error)
+            continue
+        if login is not None and login[2]:
+            return str(path)
+    return None
 
 
 def default_name(recipe: str, run_dir: Path) -> str:

@@ -25,9 +25,8 @@ from typing import Any, Concatenate, ParamSpec
 
 from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.rundir.run_dir import make_private
-from trainer.tracking.wandb_login import wandb_key_source
 from trainer.tracking.wandb_panels import Panels
-from trainer.tracking.wandb_run import keep_run, new_run_id, wandb_run
+from trainer.tracking.wandb_run import keep_run, new_run_id, wandb_key_source, wandb_run
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
