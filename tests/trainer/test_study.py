@@ -389,6 +389,9 @@ def test_a_directory_with_runs_of_another_config_is_refused(small: Study, tmp_pa
     other = grid_of("optim.lr=1e-3", modes=["tis", "mis"], precisions=["int8"], seeds=[0])
     [problem] = study_problems(tmp_path, other.cells)
     assert "holds 2 runs of another config, for example tis-int8-seed0 (optim.lr 0.0001 -> 0.001)" in str(problem)
+    other = grid_of("schedule=one_step_off", modes=["tis"], precisions=["int8"], seeds=[0])
+    [problem] = study_problems(tmp_path, other.cells)
+    assert "(schedule sync -> one_step_off" in str(problem), "an option without keys of its own is told"
 
 
 def test_one_study_at_a_time_in_a_directory(

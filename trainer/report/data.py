@@ -138,6 +138,13 @@ def flat_config(config: Row) -> dict[str, str]:
     return flat
 
 
+def settings(config: Row) -> dict[str, str]:
+    """Choice of each group, and dotted key -> value as text."""
+    members = group_members(config)
+    # A section without keys of its own, as schedule=sync has, must not hide the option that was chosen.
+    return members | {key: value for key, value in flat_config(config).items() if key not in members}
+
+
 def plain(value: Any) -> str:
     """A value of a YAML or JSON file as text."""
     # YAML knows dates, sets and other keys than text.

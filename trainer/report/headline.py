@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from trainer.report.data import Row, RunData, at, flat_config, group_members, is_number, plain, show
+from trainer.report.data import RunData, at, flat_config, is_number, plain, settings, show
 from trainer.report.sections import PHASES
 from trainer.rundir.text import size
 
@@ -162,7 +162,7 @@ def config_difference(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     The value is "" where a run lacks the key, which is no difference from null; it tells the earlier values of a run
     that was resumed with others.
     """
-    flat = [_flat(run.config) | dict(_histories(run)) for run in runs]
+    flat = [settings(run.config) | dict(_histories(run)) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values if key != "run.dir")
     rows = [(key, [values.get(key, "") for values in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1 and not set(values) <= {"", "null"}]
@@ -173,26 +173,19 @@ def changes(run: RunData) -> list[tuple[str, str]]:
 
     Keys of another group member came and went with the choice of the member and are left out.
     """
-    kept = set.intersection(*(set(_flat(config)) for config in (run.config, *(config for _, config in run.earlier))))
+    kept = set.intersection(*(set(settings(config)) for config in (run.config, *(config for _, config in run.earlier))))
     return [(key, text) for key, text in _histories(run) if key in kept and key not in _LENGTH_KEYS]
 
 
 def _histories(run: RunData) -> Iterator[tuple[str, str]]:
     """(key, for example "mis until step 9, then tis") of every key that a resume has changed."""
-    stages = [(f" until step {step}", _flat(config)) for step, config in run.earlier] + [("", _flat(run.config))]
+    stages = [(f" until step {step}", settings(config)) for step, config in run.earlier] + [("", settings(run.config))]
     for key in dict.fromkeys(key for _, flat in reversed(stages) for key in flat):
         values = [(flat.get(key, "-"), until) for until, flat in stages]
         # A value that a later resume kept counts until the last of its steps.
         parts = [f"{value}{until}" for (value, until), (after, _) in pairwise([*values, (None, "")]) if value != after]
         if len({value for value, _ in values}) > 1:
             yield key, ", then ".join(parts)
-
-
-def _flat(config: Row) -> dict[str, str]:
-    """Choice of each group, and dotted key -> value as text."""
-    members = group_members(config)
-    # A section without keys of its own, as schedule=sync has, must not hide the option that was chosen.
-    return members | {key: value for key, value in flat_config(config).items() if key not in members}
 
 
 def status_of(run: RunData) -> StatusLabel:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from algorithms.config import Problem
-from trainer.report.data import Row, evaluation_rows, flat_config, group_members, is_number, rows_by_step
+from trainer.report.data import Row, evaluation_rows, is_number, rows_by_step, settings
 from trainer.report.sections import SECTIONS
 from trainer.report.spec import Chart
 from trainer.rundir.provenance import config_document
@@ -251,7 +251,7 @@ def _changes(study_dir: Path, cell: Cell) -> list[str]:
         return []
     try:
         texts = (path.read_text(encoding="utf-8"), config_document(cell.config))
-        before, now = (group_members(document) | flat_config(document) for document in map(load_yaml, texts))
+        before, now = map(settings, map(load_yaml, texts))
     except (OSError, ValueError, AttributeError) as error:  # the last one: it is no mapping
         return [f"{CONFIG_FILE} cannot be read: {error}"]
     return [f"{key} {before.get(key)} -> {now.get(key)}" for key in before | now if before.get(key) != now.get(key)]
