@@ -47,6 +47,8 @@ TEXT_CELLS: Mapping[str, Any] = {
 """Options for a reader of csv: the cells of every column, by its position, are text. CSV has no types: guessed ones
 would turn 007 into 7, NA into null and, beside an empty cell, 42 into 42.0. The first column is no index, as pandas
 would have it where rows have more fields than the header: all others would move."""
+LOST_CELLS = "Length of header or names does not match length of data"
+"""Beginning of the warning with which pandas drops cells."""
 SHOWN_CHARS = 1000
 """Characters that are kept of a line that cannot be read."""
 
@@ -294,7 +296,7 @@ def _cause(error: Exception) -> object:
     """What went wrong in `datasets`."""
     cause = error.__cause__ or error
     lost = "rows have more fields than the header. Put texts with commas in quotes"
-    return lost if type(cause).__name__ == "ParserWarning" else cause
+    return lost if str(cause).startswith(LOST_CELLS) else cause
 
 
 @contextmanager
@@ -304,14 +306,13 @@ def _without_bars(*, hides: bool = True) -> Iterator[None]:
     Where pandas would drop cells of a csv file and warn, it fails.
     """
     import datasets
-    from pandas.errors import ParserWarning
 
     hides = hides and not datasets.are_progress_bars_disabled()
     if hides:
         datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", ParserWarning)
+            warnings.filterwarnings("error", message=LOST_CELLS)
             yield
     finally:
         if hides:
