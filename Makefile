@@ -5,7 +5,7 @@ SHELL := bash
 .ONESHELL:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos lint setup lock docs bench gpu-check clean
+.PHONY: help demo test test-slow test-gpu-packages chaos lint setup lock docs bench gpu-check clean
 
 ENGINE ?= sglang
 ifeq ($(filter sglang torch,$(ENGINE)),)
@@ -43,7 +43,7 @@ pytest = $(bin)/pytest -v -ra --durations=30 --numprocesses=2 --dist=loadfile --
   -m "$(1)$(if $(engine),, and not sglang)" $(PYTEST_ARGS)
 
 help: ## list the targets (default)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	printf '  %s\n' \
 	  '' \
 	  'ENGINE=sglang|torch    rollout engine of demo (default: sglang); with torch no SGLang is installed' \
@@ -70,6 +70,10 @@ test: ## ruff, mypy and the tests, without the slow ones
 test-slow: ## the slow tests: whole runs in all modes, kills, studies, more SGLang servers
 	@$(install) $(engine_list) dev
 	exec $(call pytest,slow)
+
+test-gpu-packages: ## install the packages for GPUs into .venv-gpu (11 GB), and run there what needs no GPU; docs/gpus.md
+	@BASE=gpu VENV=.venv-gpu requirements/install.sh dev
+	PYTHONPATH=benchmarks exec .venv-gpu/bin/python -m gpu_check.packages $(ARGS)
 
 chaos: ## half an hour of random faults against a run; it must end like a quiet run, bit by bit
 	@$(install) dev
@@ -115,5 +119,5 @@ gpu-check: ## check this GPU host, without Ray, SGLang and a network; FULL=1: a 
 	PYTHONPATH="$$PWD:$$PWD/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" exec "$$python" -m gpu_check $(if $(FULL),--full) $(ARGS)
 
 clean: ## remove .venv and caches; outputs/ stays
-	@rm -rf .venv .venv-bench .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site ./*.egg-info
+	@rm -rf .venv .venv-bench .venv-gpu .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site ./*.egg-info
 	find algorithms rollout trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -65,3 +65,11 @@ def test_the_gpu_check_keeps_the_devices_that_the_user_chose(monkeypatch: pytest
     assert "unset CUDA_VISIBLE_DEVICES" in make("gpu-check").stdout
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert "unset CUDA_VISIBLE_DEVICES" not in make("gpu-check").stdout
+
+
+def test_the_job_with_the_packages_for_gpus_has_an_environment_of_its_own() -> None:
+    shown = make("test-gpu-packages", "ARGS=--steps plans").stdout
+    assert "BASE=gpu VENV=.venv-gpu requirements/install.sh dev" in shown
+    assert shown.rstrip().endswith(".venv-gpu/bin/python -m gpu_check.packages --steps plans")
+    assert "gpu_check.packages" not in make("test").stdout + make("test-slow").stdout
+    assert ".venv-gpu" in make("clean").stdout
