@@ -45,10 +45,8 @@ TEXT_CELLS: Mapping[str, Any] = {
     "converters": dict.fromkeys(range(1000), str), "keep_default_na": False, "index_col": False
 }  # fmt: skip
 """Options for a reader of csv: the cells of every column, by its position, are text. CSV has no types: guessed ones
-would turn 007 into 7, NA into null and, beside an empty cell, 42 into 42.0. The first column is no index, as pandas
-would have it where rows have more fields than the header: all others would move."""
-LOST_CELLS = "Length of header or names does not match length of data"
-"""Beginning of the warning with which pandas drops cells."""
+would turn 007 into 7, NA into null and, beside an empty cell, 42 into 42.0. Where rows have more fields than the header
+the first would be an index, and all others move."""
 SHOWN_CHARS = 1000
 """Characters that are kept of a line that cannot be read."""
 
@@ -269,7 +267,7 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
                 **(TEXT_CELLS if suffix == ".csv" else {}),
             )
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-            raise ValueError(f"{path} could not be read: {_cause(error)}") from error
+            raise ValueError(f"{path} could not be read: {error.__cause__ or error}") from error
     yield from _table_rows(table.iter(batch_size=BATCH_ROWS), table.features)
 
 
@@ -292,13 +290,6 @@ def _rows_with_maps(path: Path) -> Iterator[RawRow] | None:
     return _table_rows(batches, datasets.Features.from_arrow_schema(schema(plain_fields)))
 
 
-def _cause(error: Exception) -> object:
-    """What went wrong in `datasets`."""
-    cause = error.__cause__ or error
-    lost = "rows have more fields than the header. Put texts with commas in quotes"
-    return lost if str(cause).startswith(LOST_CELLS) else cause
-
-
 @contextmanager
 def _without_bars(*, hides: bool = True) -> Iterator[None]:
     """Let `datasets` draw no bars in the block if it `hides` them: local files take no time that needs one.
@@ -312,7 +303,7 @@ def _without_bars(*, hides: bool = True) -> Iterator[None]:
         datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=LOST_CELLS)
+            warnings.filterwarnings("error", message="Length of header or names does not match length of data")
             yield
     finally:
         if hides:
@@ -416,7 +407,7 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
                 "for a private or gated data set, `hf auth login` first."
             ) from error
         except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:  # a script is the last
-            raise ValueError(f"{source} could not be read: {_cause(error)}") from error
+            raise ValueError(f"{source} could not be read: {error.__cause__ or error}") from error
         yield from _table_rows(table.iter(batch_size=BATCH_ROWS), table.features)
 
 

@@ -34,16 +34,10 @@ def _open_ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]
 
 def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     """Tokens of a response -> text without special tokens, except marks of thoughts: they tell where the answer is."""
-    special = {each: str(token) for each, token in tokenizer.added_tokens_decoder.items() if token.special}
+    added = {each for each, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = {each: str(tokenizer.convert_ids_to_tokens(each)) for each in added | set(tokenizer.all_special_ids)}
     dropped = {each for each, text in special.items() if not THOUGHT.fullmatch(text)}
-
-    def decode(token_ids: list[int]) -> str:
-        if has_marks:
-            token_ids = [each for each in token_ids if each not in dropped]
-        return str(tokenizer.decode(token_ids, skip_special_tokens=not has_marks))
-
-    has_marks = len(dropped) < len(special)
-    return decode
+    return lambda token_ids: str(tokenizer.decode([each for each in token_ids if each not in dropped]))
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:

@@ -191,6 +191,24 @@ def test_a_run_without_a_checkpoint_is_refused_before_anything_heavy_is_loaded(t
     assert not (tmp_path / "out").exists()
 
 
+def test_an_export_needs_no_file_of_the_run_but_those_of_the_model_wherever_it_lies_now(tmp_path: Path) -> None:
+    start = save_words(save_policy(tmp_path / "start"))
+    _, _, trained = saved_after_a_step(start, tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text(
+        "defaults: [/gsm8k_grpo_qwen2.5_0.5b, _self_]\nmodel: {path: models/mine}\n"
+        "data: {train_path: gone.jsonl, eval_path: data/gone-*.jsonl}\neval: {sets: {hard: gone.jsonl}}\n"
+        "reward: {function: gone.py:reward}\nepisode: {function: gone.py:turns}\n"
+    )
+    words = ("export", "run", "out")
+    refused = parity(*words, cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"})
+    assert refused.code == 2 and "got 'models/mine'" in refused.err and "gone" not in refused.err, refused.err
+    assert "parity export: 1 problem" in refused.err and not (tmp_path / "out").exists()
+    outcome = parity(*words, "model.path=start", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    assert all(torch.equal(exported[name], trained[name]) for name in exported)
+
+
 class Evil:
     """An object whose pickle makes a directory when it is read."""
 

@@ -350,9 +350,10 @@ def test_an_adapter_of_another_model_or_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds an adapter of other weights than those in"):
         write_model(config, wrong, tmp_path / "never")
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(described | {"use_dora": True}))
-    problem = str(read_adapter("checkpoint", tmp_path / "adapter", shapes))
-    assert problem.startswith("checkpoint must be a plain LoRA adapter, without use_dora=True, got ")
+    for key, value in (("use_dora", True), ("init_lora_weights", "pissa")):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(described | {key: value}))
+        problem = str(read_adapter("checkpoint", tmp_path / "adapter", shapes))
+        assert problem.startswith(f"checkpoint must be a plain LoRA adapter, without {key}={value}, got ")
     for key, value, words in (
         ("r", 8, "must hold matrices of the rank r=8 in adapter_config.json, not of [4]"),
         ("target_modules", ["c_attn"], "must name its layers in target_modules of adapter_config.json, which leaves"),

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from trainer.cli.arguments import TrainArguments
 
 HELP_FLAGS = ("-h", "--help")
+NOT_EXPORTED = ("data", "reward", "episode", "eval.sets")
+"""Sections that an export does not read: their files may be gone, or lie beside another directory."""
 
 HELP = """\
 parity: RL training of language models that measures and corrects the rollout-training mismatch
@@ -147,12 +149,13 @@ USAGES = {
         "  See docs/diagnose.md.\n"
     ),
     "export": (
-        "parity export <run.dir> <directory> [--best] [--adapter]\n\n"
+        "parity export <run.dir> <directory> [--best] [--adapter] [model.path=DIR]\n\n"
         "  Write the newest good checkpoint of a run as a Hugging Face model with its tokenizer,\n"
         "  or with --best the one that checkpoint.best_metric kept. Another one is named itself:\n"
         "  <run.dir>/checkpoints/step_000020. <directory> must not exist.\n"
         "  Of a LoRA run (policy.lora.rank) the adapter is added to the weights; with --adapter it is\n"
         "  written by itself, as peft reads it.\n"
+        "  model.path=DIR is where the model lies now that the run began with; no data are needed.\n"
     ),
     "report": (
         "parity report <run.dir> [<run.dir> ...] [-o FILE]\n\n"
@@ -264,6 +267,8 @@ def _export(words: list[str]) -> int:
     if unknown := [word for word in words if word.startswith("-")]:
         remedy = f"{command} takes {BEST_FLAG} and {ADAPTER_FLAG}."
         return refuse(command, "flag", "is not known", " ".join(unknown), remedy)
+    moved = [word for word in words if word.startswith("model.")]
+    words = [word for word in words if word not in moved]
     if len(words) != 2:
         return refuse(command, command, "takes a run directory and a new directory", " ".join(words))
     given = Path(from_home(words[0], key="run.dir"))
@@ -283,7 +288,7 @@ def _export(words: list[str]) -> int:
         return refuse(command, BEST_FLAG, "needs a run directory", str(given), "Leave it out.")
     from trainer.compose.compose import resolve
 
-    resolution = resolve(recipe.resolve(), (), own_dir=None, multirun=False)
+    resolution = resolve(recipe.resolve(), moved, own_dir=None, multirun=False, unneeded=NOT_EXPORTED)
     config = resolution.runs[0].config
     if config is None:
         return report(resolution.problems, command=command)

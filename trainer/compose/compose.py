@@ -84,17 +84,23 @@ class Resolution:
         return directory / str(index) if self.multirun else directory
 
 
-def resolve(recipe: Path, words: Sequence[str], *, own_dir: Path | None, multirun: bool) -> Resolution:
-    """Compose and check every run of `parity train <recipe> <words>`; `own_dir` is the user's --config-dir."""
+def resolve(
+    recipe: Path, words: Sequence[str], *, own_dir: Path | None, multirun: bool, unneeded: tuple[str, ...] = ()
+) -> Resolution:
+    """Compose and check every run of `parity train <recipe> <words>`, but the values of keys that begin with one of
+    `unneeded`; `own_dir` is the user's --config-dir."""
     with hydra_session(recipe, own_dir) as loader:
         overrides, unreadable = parse(words, loader=loader, multirun=multirun)
         runs = tuple(
-            _compose_run(recipe, combination, loader=loader, multirun=multirun) for combination in expand(overrides)
+            _compose_run(recipe, combination, loader=loader, multirun=multirun, unneeded=unneeded)
+            for combination in expand(overrides)
         )
     return Resolution(runs=runs, multirun=multirun, problems=(*unreadable, *_together(runs)))
 
 
-def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, multirun: bool) -> ComposedRun:
+def _compose_run(
+    recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, multirun: bool, unneeded: tuple[str, ...]
+) -> ComposedRun:
     """Compose and check one run; `words` hold no sweep."""
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(list(words))
     problems: list[Problem] = []
@@ -115,7 +121,7 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
         named = {problem.key for problem in problems}
         problems += _located([found for found in unreadable if found.key not in named], overrides, files)
         named |= {problem.key for problem in without_home}
-        problems += [found for found in broken if found.key not in named]
+        problems += [found for found in broken if found.key not in named and not found.key.startswith(unneeded)]
         keys = [problem.key for problem in (*problems, *unreadable)]
         if "model" in chosen and not any(key.startswith("model") for key in keys):
             model = config.model

@@ -22,9 +22,10 @@ from trainer.rundir.weights_source import ADAPTER_CONFIG
 PLAIN: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False, None), "use_rslora": (False, None),
     "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "modules_to_save": ([], None),
-    "fan_in_fan_out": (False, None),
+    "fan_in_fan_out": (False, None), "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
-"""Settings of peft -> the values with which an adapter is y = x W^T + (alpha / r) x A^T B^T and nothing else."""
+"""Settings of peft -> the values with which an adapter is y = x W^T + (alpha / r) x A^T B^T and nothing else. PiSSA and
+its like begin by changing W."""
 ALL_LINEAR = "all-linear"
 """peft's name for all linear layers."""
 MODEL_MARK = "parity_model_mark"

@@ -121,7 +121,7 @@ def write_adapter(config: TrainConfig, checkpoint: Checkpoint, directory: Path) 
     described = peft_config(model, adapter_spec(model, lora_of(checkpoint.state.config)))
     described.inference_mode = True
     of_hub = config.model if isinstance(config.model, HFModelConfig) and not Path(config.model.path).is_dir() else None
-    described.base_model_name_or_path = str(start.absolute()) if of_hub is None else of_hub.path
+    described.base_model_name_or_path = str(start.resolve()) if of_hub is None else of_hub.path
     described.revision = None if of_hub is None else of_hub.revision
     tensors = {f"{FILE_PREFIX}{sent_name(name)}": each for name, each in _adapter(start, checkpoint).items()}
     metadata = {"format": "pt", MODEL_MARK: model_mark(start) or ""}
