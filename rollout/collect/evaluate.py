@@ -10,7 +10,7 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import xxhash
@@ -68,6 +68,8 @@ class EvalResult:
     """Number of sampled responses per prompt."""
     num_failed: int
     """Responses, greedy and sampled, that failed: each counts as incorrect."""
+    num_unscored: int
+    """Responses without a reward, because the reward function failed: each counts as incorrect, none in the rewards."""
     response_tokens_mean: float
     truncated_frac: float
     policy_version: int
@@ -90,8 +92,8 @@ class EvalResult:
             "truncated_frac": self.truncated_frac,
             "policy_version": float(self.policy_version),
         }
-        if self.num_failed:
-            found["failed"] = float(self.num_failed)
+        counts = {"failed": self.num_failed, "unscored": self.num_unscored}
+        found |= {name: float(count) for name, count in counts.items() if count}
         if self.num_samples > 1:
             found[f"avg@{self.num_samples}"] = self.accuracy_sampled
             found |= {f"pass@{k}": value for k, value in self.pass_at.items() if k > 1}
@@ -109,15 +111,26 @@ class EvalResult:
         return standard_error([num_correct(group.samples[GREEDY + 1 :]) / self.num_samples for group in self.groups])
 
 
-def evaluate(sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: EvalPlan) -> EvalResult:
+Keep = Callable[[EvalPlan, Sequence[SampleGroup]], None]
+"""Keeps the responses of a set: per prompt the greedy one, then the sampled ones, with the rewards that they have."""
+
+
+def keep_nothing(plan: EvalPlan, groups: Sequence[SampleGroup]) -> None:
+    """The Keep of an evaluation whose responses nobody reads."""
+
+
+def evaluate(
+    sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: EvalPlan, *, keep: Keep = keep_nothing
+) -> EvalResult:
     """Answer every prompt once greedily and `plan.num_samples` times by sampling, in one generate call.
 
     A seed depends on the plan's seed and name, the prompt and the index of the sample only: with a larger k the first
     samples stay the same.
 
-    A response that failed is incorrect, up to plan.max_failed_fraction of them. Raises ValueError if there are no
-    prompts, and RuntimeError if more failed, a response is invalid for another reason or versions are mixed: an
-    accuracy over part of the prompts could not be compared with another.
+    A response that failed is incorrect, up to plan.max_failed_fraction of them. `keep` gets the responses also if the
+    reward function fails. Raises ValueError if there are no prompts, and RuntimeError if more failed, a response is
+    invalid for another reason or versions are mixed: an accuracy over part of the prompts could not be compared with
+    another.
     """
     if not prompts:
         raise ValueError("there are no held-out prompts to evaluate on")
@@ -145,11 +158,17 @@ def evaluate(sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: 
         )
     if failed:
         logger.warning("%s: %d of %d responses failed and count as incorrect", where, failed, len(requests))
-    scorer.score([replace(group, samples=[each for each in group.samples if each.correct is None]) for group in groups])
-    if unscored := scorer.take_stats().unscored:  # what a step counts is its own
+    came = [replace(group, samples=[each for each in group.samples if each.correct is None]) for group in groups]
+    try:
+        scorer.score(came)
+    finally:
+        scorer.take_stats()  # what a step counts is its own
+        keep(plan, groups)
+    result = summarize(groups, scorer, num_samples=plan.num_samples, policy_version=policy_version)
+    if result.num_unscored:
         text = "%s: %d of %d responses have no reward and count as incorrect"
-        logger.warning(text, where, unscored, len(requests))
-    return summarize(groups, scorer, num_samples=plan.num_samples, policy_version=policy_version)
+        logger.warning(text, where, result.num_unscored, len(requests))
+    return result
 
 
 def evaluation_requests(prompts: Sequence[Prompt], plan: EvalPlan) -> list[GenerateRequest]:
@@ -192,6 +211,7 @@ def summarize(groups: list[SampleGroup], scorer: Scorer, *, num_samples: int, po
         num_prompts=len(groups),
         num_samples=num_samples,
         num_failed=len(groups) * (1 + num_samples) - len(samples),
+        num_unscored=sum(sample.reward is None for sample in samples),
         response_tokens_mean=sum(sample.num_response_tokens for sample in samples) / max(1, len(samples)),
         truncated_frac=sum(sample.finish_reason is FinishReason.length for sample in samples) / max(1, len(samples)),
         policy_version=policy_version,

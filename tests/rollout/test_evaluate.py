@@ -19,7 +19,7 @@ from rollout.collect.evaluate import (
     summarize,
 )
 from rollout.config import DType, SamplingConfig, TorchEngineConfig
-from rollout.rewards import Scorer
+from rollout.rewards import RewardError, Scorer
 from rollout.rewards.custom import RESERVED_METRICS
 from rollout.task_config import RewardConfig
 from rollout.torch.engine import TorchEngine
@@ -194,9 +194,24 @@ def test_responses_that_the_judge_could_not_score_are_told(model_and_engine, tmp
     scorer = Scorer(config, max_new_tokens=5, decode=parity)
     with closing(scorer):
         result = evaluate(model_and_engine[1], make_prompts(), scorer, make_plan())
+    assert result.metrics()["eval/unscored"] == result.num_unscored
     odd = 60 - round(30 * (result.accuracy + result.accuracy_sampled))
-    assert 0 < odd < 60
+    assert 0 < odd < 60 and result.num_unscored == odd and result.reward_mean == 1.0
     assert f"{odd} of 60 responses have no reward and count as incorrect" in caplog.text
+
+
+def test_the_responses_are_kept_if_the_judge_fails(model_and_engine, tmp_path):
+    path = tmp_path / "judge.py"
+    path.write_text("def reward(response):\n    if response == 'odd':\n        raise OSError\n    return 1.0\n")
+    config = RewardConfig(function=f"{path}:reward", max_tries=1, outage_wait_s=0.0, min_failed=0, num_workers=1)
+    kept = []
+    with closing(Scorer(config, max_new_tokens=5, decode=parity)) as scorer, pytest.raises(RewardError):
+        evaluate(
+            model_and_engine[1], make_prompts(), scorer, make_plan(), keep=lambda plan, groups: kept.extend(groups)
+        )
+    samples = [sample for group in kept for sample in group.samples]
+    assert [len(group.samples) for group in kept] == [2] * 30
+    assert {(sample.text, sample.reward) for sample in samples} >= {("odd", None), ("even", 1.0)}
 
 
 def test_no_prompts_and_lost_responses(model_and_engine):

@@ -170,6 +170,10 @@ def _evaluate(config: TrainConfig, source: WeightsSource, checkpoint: Checkpoint
     except Exception as error:
         return failed(error, run_dir, command=NAME)
     to_stdout(render_results(evaluated.results))
+    for name, result in evaluated.results.items():
+        if result.num_failed or result.num_unscored:
+            counts = f"{result.num_failed} responses failed and {result.num_unscored} have no reward"
+            to_stdout(f"{name}: {counts}; they count as incorrect\n")
     to_stdout(f"{evaluated.result_path}\n")
     return DONE
 

@@ -12,17 +12,27 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollout.collect.dispatch import Sampler
-from rollout.collect.evaluate import GREEDY, EvalPlan, EvalResult, evaluate, evaluation_requests, num_correct
+from rollout.collect.evaluate import (
+    GREEDY,
+    EvalPlan,
+    EvalResult,
+    Keep,
+    evaluate,
+    evaluation_requests,
+    keep_nothing,
+    num_correct,
+)
 from rollout.data.dataset import prompts_digest
 from rollout.engine import EngineInfo
 from rollout.episodes.sampler import with_episodes
 from rollout.task_config import FileDataConfig
+from rollout.types import SampleGroup
 from rollout.weights.packing import DTYPES
 from trainer.cluster.placement import Cluster, engines_only
 from trainer.config.outputs import HELDOUT
@@ -49,11 +59,13 @@ class Evaluated:
     result_path: Path
 
 
-def evaluate_sets(config: TrainConfig, task: Task, sampler: Sampler) -> dict[str, EvalResult]:
+def evaluate_sets(
+    config: TrainConfig, task: Task, sampler: Sampler, *, keep: Keep = keep_nothing
+) -> dict[str, EvalResult]:
     """Evaluate on the task's held-out prompts, then on each of eval.sets; every set is cut to eval.max_prompts."""
     sets = {HELDOUT: task.dataset.heldout, **task.dataset.eval_sets}
     return {
-        name: evaluate(sampler, prompts[: config.eval.max_prompts], task.scorer, _plan(config, task, name))
+        name: evaluate(sampler, prompts[: config.eval.max_prompts], task.scorer, _plan(config, task, name), keep=keep)
         for name, prompts in sets.items()
     }
 
@@ -92,6 +104,12 @@ def evaluate_model(
     """
     started = time.perf_counter()
     make_private(run_dir)
+    lines: list[str] = []
+
+    def keep(plan: EvalPlan, groups: Sequence[SampleGroup]) -> None:
+        lines.extend(json.dumps(row, ensure_ascii=False) + "\n" for row in _rows(plan, groups))
+        write_whole(run_dir / ROWS_FILE, "".join(lines))
+
     # Beside the results, and not in a temporary directory: engines on other machines see the same disk.
     logs = run_dir / LOGS
     with printed_log(logs), tempfile.TemporaryDirectory(dir=run_dir, prefix=".model-") as scratch:
@@ -106,8 +124,13 @@ def evaluate_model(
             for info in infos:
                 say(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
             ready = time.perf_counter()
-            with with_episodes(engines, config.episode, model_path=task.model_path) as sampler:
-                results = evaluate_sets(config, task, sampler)
+            try:
+                with with_episodes(engines, config.episode, model_path=task.model_path) as sampler:
+                    results = evaluate_sets(config, task, sampler, keep=keep)
+            except Exception as error:
+                if lines:
+                    error.add_note(f"The responses, and the rewards that they have, are in {run_dir / ROWS_FILE}.")
+                raise
             ended = time.perf_counter()
     if checkpoint is not None:
         version = checkpoint.state.policy_version
@@ -121,8 +144,6 @@ def evaluate_model(
         "config": config_record(config),
         "environment": environment_record(sys.argv),
     }
-    rows = [row for name, result in results.items() for row in _rows(name, result, _plan(config, task, name))]
-    write_whole(run_dir / ROWS_FILE, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     write_whole(run_dir / RESULT_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
     return Evaluated(results=results, checkpoint=checkpoint, result_path=run_dir / RESULT_FILE)
 
@@ -193,11 +214,11 @@ def _set_record(config: TrainConfig, name: str, result: EvalResult) -> dict[str,
     }
 
 
-def _rows(name: str, result: EvalResult, plan: EvalPlan) -> list[dict[str, object]]:
+def _rows(plan: EvalPlan, groups: Sequence[SampleGroup]) -> list[dict[str, object]]:
     """A row of eval.jsonl per prompt."""
-    requests = evaluation_requests([group.prompt for group in result.groups], plan)
+    requests = evaluation_requests([group.prompt for group in groups], plan)
     rows: list[dict[str, object]] = []
-    for position, group in enumerate(result.groups):
+    for position, group in enumerate(groups):
         asked = requests[position * len(group.samples) :][: len(group.samples)]
         responses = [
             {
@@ -205,6 +226,7 @@ def _rows(name: str, result: EvalResult, plan: EvalPlan) -> list[dict[str, objec
                 "response": sample.text,
                 "extracted": sample.extracted,
                 "correct": sample.correct,
+                "reward": sample.reward,
                 "num_response_tokens": sample.num_response_tokens,
                 "finish_reason": sample.finish_reason.name,
             }
@@ -212,7 +234,7 @@ def _rows(name: str, result: EvalResult, plan: EvalPlan) -> list[dict[str, objec
         ]
         rows.append(
             {
-                "set": name,
+                "set": plan.name or HELDOUT,
                 "prompt_id": group.prompt.prompt_id,
                 "prompt": group.prompt.text,
                 "prompt_tokens": len(group.prompt.token_ids),
