@@ -5,8 +5,8 @@ One thread serves all workers. It gives them calls, watches the deadlines, and d
 - A call that raises, waits too long or loses its process is made again, after a pause, up to `max_tries` times.
 - A call that computes too long, or ends its process in every try, is to blame itself: its outcome is `proven`.
 - A worker that hangs or dies is replaced. The other calls that it had begin again, and no try of theirs counts.
-- When OUTAGE_CALLS items have failed for the first time and no call has succeeded in between, the fault may be none of
-  theirs. Then one call is tried at a time until one succeeds; the others wait, at most `outage_wait_s`.
+- When OUTAGE_CALLS items have failed and no call has succeeded in between, the fault may be none of theirs. Then one
+  call is tried at a time until one succeeds; the others wait, at most `outage_wait_s`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 10.0
 """Seconds after the deadline of an async call within which its process must have ended the call."""
 OUTAGE_CALLS = 8
-"""Items that fail for the first time, without a success in between, from which on the fault may be none of theirs."""
+"""Items that fail without a success in between from which on the fault may be none of theirs."""
 NO_MESSAGE = (ValueError, TypeError, AttributeError)
 """What reading a line raises that no worker of Parity sends."""
 PROBE = -1
@@ -228,8 +228,8 @@ class _Core:
     paused: list[tuple[float, int, Task]] = field(default_factory=list)
     """Heap of (time from which the task waits again, number, task)."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    num_failed: int = 0
-    """Tasks that have failed for the first time since the last success."""
+    failed: set[int] = field(default_factory=set)
+    """Keys of the tasks that have failed, in whichever try, since the last success."""
     outage_since: float | None = None
     """Time at which the outage began; None outside of an outage."""
     probes: int = 0
@@ -431,7 +431,8 @@ class _Core:
         if not self.has_told:
             logger.warning("%s: a call failed: %s. Metrics count such calls", self._name, message)
             self.has_told = True
-        self.num_failed += task.tries == 1 and not proven
+        if not proven:
+            self.failed.add(task.key)
         if self._is_outage(message):
             self._repeat(task, failure, message, pause_s=0.0)
         elif task.tries < self.config.max_tries:
@@ -454,7 +455,7 @@ class _Core:
         """True if so many tasks have failed that the fault may be none of theirs; begins and prolongs an outage."""
         now, wait_s = time.monotonic(), self.config.outage_wait_s
         if self.outage_since is None:
-            if not wait_s or self.num_failed < OUTAGE_CALLS:
+            if not wait_s or len(self.failed) < OUTAGE_CALLS:
                 return False
             self.outage_since, self.probe_at, self.probes = now, now, 0
         elif self.is_probing:
@@ -469,7 +470,8 @@ class _Core:
         return True
 
     def _succeed(self, task: Task) -> None:
-        self.num_failed, was_outage = 0, self.probes >= self._proof
+        self.failed.clear()
+        was_outage = self.probes >= self._proof
         self.known = task.item if self.kind.read_question is None else None
         if self.outage_since is None:
             return
@@ -483,7 +485,8 @@ class _Core:
         """After outage_wait_s, give up every task that waits."""
         if self.outage_since is None or time.monotonic() - self.outage_since <= self.config.outage_wait_s:
             return
-        self.outage_since, self.num_failed = None, 0
+        self.outage_since = None
+        self.failed.clear()
         what = f"no call succeeded for {self.config.outage_wait_s:g} s, the last failed with {self.last_failure}"
         self._give_up(Failure.error, what)
 
