@@ -60,8 +60,8 @@ def try_episode(config: EpisodeConfig, prompt: Prompt, sampling: SamplingParams,
         row=prompt.row,
         sampling=sampling,
     )
-    once = replace(config, num_workers=1, max_tries=1, outage_wait_s=0.0)
-    with closing(EpisodeSampler(script, once, tokenizer_file=tokenizer_file)) as sampler:
+    one = replace(config, num_workers=1, outage_wait_s=0.0)
+    with closing(EpisodeSampler(script, one, tokenizer_file=tokenizer_file)) as sampler:
         try:
             [generation] = wait_for(sampler.submit([request]), sampler.poll, others=[])
         except UserCodeError as error:

@@ -627,15 +627,16 @@ def test_names_of_special_tokens_and_ids_end_a_turn_as_tokens(bytes_vocabulary):
         ("while episode.tokens_left: await episode.generate(stop=['=', 'no such'])", "", 9),
         ("await episode.generate(stop=[''])", "EpisodeError: stop has an empty text", 0),
         ("pass", "it ended without having sampled anything", 0),
+        ("global seen; seen += 1; assert seen > 2; await episode.generate()", "", 1),
         ("await episode.generate()\n    raise ValueError('my bad')", "ValueError: my bad", 1),
         ("import time; time.sleep(60)", "no answer within 1 s", 0),
     ],
 )
 def test_a_function_is_tried_in_an_episode_before_a_run(model_path, tmp_path, body, reason, num_turns):
-    (tmp_path / "own.py").write_text(f"async def rollout(episode):\n    {body}\n")
+    (tmp_path / "own.py").write_text(f"seen = 0\nasync def rollout(episode):\n    {body}\n")
     prompt = Prompt(prompt_id=0, token_ids=[2, 12, 5, 13], text="0+3=", answer="7")
     sampling = SamplingParams(temperature=1.0, max_new_tokens=30, seed=0, stop_token_ids=(EOS,))
-    config = EpisodeConfig(function=f"{tmp_path}/own.py:rollout", timeout_s=1.0)
+    config = EpisodeConfig(function=f"{tmp_path}/own.py:rollout", timeout_s=1.0, retry_pause_s=0.01)
     trial = try_episode(config, prompt, sampling, model_path / "tokenizer.json")
     assert reason in trial.reason and bool(trial.reason) == bool(reason)
     assert trial.num_turns == num_turns
