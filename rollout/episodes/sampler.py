@@ -152,6 +152,11 @@ class EpisodeSampler:
         """Seconds that the engines have sampled since their start; mean over engines."""
         return self._sampler.sampling_s()
 
+    @property
+    def files(self) -> dict[str, str]:
+        """See `CallPool.files`."""
+        return self._pool.files
+
     def take_stats(self) -> EpisodeStats:
         """Statistics since the last call; resets them."""
         stats, self._stats = self._stats, EpisodeStats()
@@ -278,6 +283,11 @@ def with_episodes(sampler: Sampler, config: EpisodeConfig, *, model_path: Path) 
             yield episodes
         finally:
             episodes.take_stats().warn()  # the failures that have ended a run in the middle of a step
+
+
+def episode_files(sampler: Sampler) -> dict[str, str]:
+    """`CallPool.files` of the rollout function; empty for responses of one turn."""
+    return sampler.files if isinstance(sampler, EpisodeSampler) else {}
 
 
 def episode_metrics(sampler: Sampler) -> dict[str, float | None]:

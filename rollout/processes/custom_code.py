@@ -9,6 +9,8 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
+import xxhash
+
 from rollout.similar_file import similar_file
 
 MOST_FUNCTIONS = 5
@@ -18,6 +20,14 @@ MOST_FUNCTIONS = 5
 def is_custom(function: str) -> bool:
     """True if a config value names a file and an object in the file."""
     return ":" in function
+
+
+def code_digest(path: str) -> str | None:
+    """xxh3-128 of a file, 32 hex digits; None if it cannot be read."""
+    try:
+        return xxhash.xxh3_128_hexdigest(Path(path).read_bytes())
+    except OSError:
+        return None
 
 
 def custom_problem(function: str) -> str | None:

@@ -186,7 +186,15 @@ class Scorer:
         if problem := self._stats.problem(self._config, early=early):
             self._stats = ScoreStats()
             text = f"reward.function={self._config.function} {problem}"
-            raise RewardError(f"{text}. Mend the function, or what it calls.")
+            raise RewardError(
+                f"{text}. Mend the function, or what it calls. A server that refuses calls for a while needs a larger "
+                "reward.max_tries or reward.retry_pause_s, or a smaller reward.max_open_calls."
+            )
+
+    @property
+    def files(self) -> dict[str, str]:
+        """See `CallPool.files`."""
+        return self._pool.files
 
     def take_stats(self) -> ScoreStats:
         """Statistics since the last call; resets them."""

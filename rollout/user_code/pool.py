@@ -178,6 +178,11 @@ class CallPool:
         found, self._found = self._found, []
         return found
 
+    @property
+    def files(self) -> dict[str, str]:
+        """Path of each of the user's own files that workers have loaded -> its `code_digest`."""
+        return dict(self._core.files)
+
     def close(self) -> None:
         """Kill every worker, also in the middle of a call; safe to call twice."""
         self._core.closing.set()
@@ -250,6 +255,8 @@ class _Core:
     """True once a worker has loaded the function; from then on a failure to load it is no fault of the function."""
     start_at: float = 0.0
     """Time before which no worker is started."""
+    files: dict[str, str] = field(default_factory=dict)
+    """The user's own files that workers have loaded, each with its digest."""
 
     # ---------------------------------------------------------------- the thread
 
@@ -373,8 +380,11 @@ class _Core:
     def _act(self, worker: Worker, message: Any, at: float) -> None:
         """Raises one of NO_MESSAGE for a message that no worker sends."""
         match message:
-            case {"ready": int(items), "overlap": bool(overlaps)} if items > 0 and not worker.items:
+            case {"ready": int(items), "overlap": bool(overlaps), "files": dict(files)} if (
+                items > 0 and not worker.items
+            ):
                 worker.items, worker.overlaps = items, overlaps
+                self._compare(files)
                 self.was_loaded, self.lost_loading = True, 0
             case {"failed": str(text)} if not worker.items:
                 self._lose_loading(worker, with_remedy(text), is_final=not self.was_loaded)
@@ -533,6 +543,15 @@ class _Core:
             self._lose_loading(worker, f"it {death.text}", is_final=False)
             return
         self._blame(worker, Failure.crash, f"the worker {death.text}", by_itself=not death.from_outside)
+
+    def _compare(self, files: dict[str, str]) -> None:
+        """Tell that a worker has loaded other files than the workers before it."""
+        if changed := [path for path, digest in files.items() if self.files.get(path, digest) != digest]:
+            logger.warning(
+                "%s: the run goes on with what now stands in %s, and earlier calls ran what stood there before: what "
+                "they returned may not be comparable", self._name, " and ".join(changed),
+            )  # fmt: skip
+        self.files |= files
 
     def _lose_loading(self, worker: Worker, what: str, *, is_final: bool) -> None:
         """Replace a worker that was lost before it had loaded its function; `is_final` if the function is at fault."""

@@ -1,8 +1,9 @@
 """The child process that runs user code: lines of JSON in, lines of JSON out, until the input ends.
 
     in:  {"call": number, "items": [...], "timeout_s": seconds}, {"answer": question, "value": ...}, {"cancel": number}
-    out: {"ready": items per call, "overlap": bool} or {"failed": text}; then {"call": number, "replies": [...]}, and of
-         an async call before it {.., "begun": true}, {.., "ask": ..., "question": number} and {.., "withdrawn": true}
+    out: {"ready": items per call, "overlap": bool, "files": {path: digest}} or {"failed": text}; then {"call": number,
+         "replies": [...]}, and of an async call before it {.., "begun": true}, {.., "ask": ..., "question": number} and
+         {.., "withdrawn": true}
 
 A reply is what the call returned for one item, as a JSON object; {"error": text} if it failed, with "late" if it passed
 its deadline, with "final" if a further try would fail alike. `rollout/user_code/pool.py` starts, feeds, times and kills
@@ -24,19 +25,23 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import orjson
 
 from rollout.processes.child_process import MAX_LINE_BYTES, Pipes, become_child, described
-from rollout.processes.custom_code import is_async_function
+from rollout.processes.custom_code import code_digest, is_async_function
 from rollout.user_code.mark import NOBODY, Mark
 
 Reply = dict[str, Any]
 Ask = Callable[[Any], Awaitable[Any]]
 """Sends a question of a call to the parent and returns the answer."""
 
-_FOREIGN = ("<", str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+_FOREIGN = (
+    "<",
+    *(f"{Path(__file__).parents[2] / name}/" for name in ("algorithms", "rollout", "trainer")),
+    *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
+)
 """Beginnings of the files whose code is not the user's own: Parity, Python, packages."""
 _call: ContextVar[int] = ContextVar("call", default=NOBODY)
 """The call to which the running task belongs; a task that user code starts takes it over."""
@@ -57,6 +62,7 @@ class Overlapping:
     """Work of an async function: many calls of one item at a time, in one loop."""
 
     run: Callable[[Any, Ask], Awaitable[Reply]]
+    items: ClassVar[int] = 1
 
 
 Load = Callable[..., Blocking | Overlapping]
@@ -77,12 +83,18 @@ def serve(load: Load) -> None:
         except Exception as error:
             pipes.say({"failed": raised(error)})
             return
+        pipes.say({"ready": work.items, "overlap": isinstance(work, Overlapping), "files": own_files()})
         if isinstance(work, Blocking):
-            pipes.say({"ready": work.items, "overlap": False})
             _serve_blocking(work, pipes, mark)
         else:
-            pipes.say({"ready": 1, "overlap": True})
             runner.run(_Calls(work, pipes.say, mark).serve(pipes.requests))
+
+
+def own_files() -> dict[str, str]:
+    """Path of each file of the user's own that this process has imported -> its `code_digest`."""
+    paths = {getattr(module, "__file__", None) or "<" for module in list(sys.modules.values())}
+    own = {path: code_digest(path) for path in sorted(paths) if not path.startswith(_FOREIGN)}
+    return {path: digest for path, digest in own.items() if digest is not None}
 
 
 async def _loaded(load: Load, *arguments: str) -> Blocking | Overlapping:

@@ -43,9 +43,10 @@ class Judged(Asked):
 
     def __init__(self, directory: Path, *words: str) -> None:
         directory.mkdir(exist_ok=True)
-        self.down, own = directory / "down", directory / "judge.py"
-        own.write_text(REWARD.format(down=str(self.down), hang=str(directory / "hang")))
-        super().__init__(directory, f"reward.function={own}:reward", "reward.outage_wait_s=5", *words)
+        self.down, self.own = directory / "down", directory / "judge.py"
+        self.own.write_text(REWARD.format(down=str(self.down), hang=str(directory / "hang")))
+        self.resumed = ""
+        super().__init__(directory, f"reward.function={self.own}:reward", "reward.outage_wait_s=5", *words)
 
     def fails_after(self, last: int) -> str:
         """The run fails by itself with exit code 1, and its step `last` is saved; what it said."""
@@ -62,6 +63,7 @@ class Judged(Asked):
         command = [sys.executable, "-m", "trainer", "resume", str(self.run_dir), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=ENDED_S, check=False)
         assert done.returncode == 0, done.stderr
+        self.resumed = done.stdout + done.stderr
         return metrics_of(self.run_dir)
 
 
@@ -104,6 +106,7 @@ def test_an_outage_of_the_judge_loses_no_step(schedule: str, judged: Begin) -> N
         quiet = judged("quiet", f"run.num_steps={last + 2}")
         assert quiet.process.wait(ENDED_S) == 0, quiet.said
         assert learnt(rows) == learnt(metrics_of(quiet.run_dir))
+        assert "changed since then: what stands in" not in run.resumed
         assert any(row["optim/grad_norm"] for row in rows[last:])
 
 
@@ -116,7 +119,9 @@ def test_an_evaluation_that_fails_loses_neither_step_nor_row(judged: Begin) -> N
     run.fails_after(3)
     assert [row["step"] for row in metrics_of(run.run_dir)] == [1, 2, 3]
     assert "eval/accuracy" not in metrics_of(run.run_dir)[-1]
+    run.own.write_text(run.own.read_text() + "# edited between the two\n")
     rows = run.resume()
+    assert f"changed since then: what stands in {run.own}\n" in run.resumed
     # The resumed run makes up for the evaluation in a row of its own, before its next step.
     assert [(row["step"], "eval/accuracy" in row) for row in rows[2:]] == [(3, False), (3, True), (4, True)]
 

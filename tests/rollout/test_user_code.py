@@ -11,7 +11,7 @@ import pytest
 
 from rollout.user_code import pool as pool_module
 from rollout.user_code.pool import Ended, Failure, Repeated
-from tests.rollout.reward_calls import outcomes, pool_of_function, scores
+from tests.rollout.reward_calls import children, outcomes, pool_of_function, scores
 
 
 @pytest.fixture
@@ -312,6 +312,54 @@ def test_calls_wait_for_a_server_that_is_away_and_none_is_lost(pool_of, tmp_path
     assert sum("every call fails, the last with ConnectionError: away" in text for text in told) == 1
     assert sum("The run waits until one succeeds, at most 60 s (reward.outage_wait_s)" in text for text in told) == 1
     assert sum("calls succeed again after" in text for text in told) == 1
+
+
+@pytest.mark.scenario(41)
+def test_an_outage_that_begins_with_single_failures_loses_nothing(pool_of, tmp_path):
+    """The last successes come between the first failures, so that few calls fail in their first try afterwards."""
+    away = tmp_path / "away"
+    away.touch()
+    pool = pool_of(
+        f"""
+        import asyncio, itertools, pathlib
+        numbers = itertools.count()
+        async def reward(response):
+            await asyncio.sleep(0.01)
+            number = next(numbers)
+            if pathlib.Path({str(away)!r}).exists() and (number % 2 or number >= 24):
+                raise ConnectionError("away")
+            return 1.0
+        """,
+        max_open_calls=24, max_tries=3, retry_pause_s=0.1, outage_wait_s=60.0,
+    )  # fmt: skip
+    submit(pool, ["a"] * 24)
+    end = time.monotonic() + 3.0
+    events = []
+    while time.monotonic() < end:
+        events += pool.poll(0.1)
+    away.unlink()
+    assert sum(isinstance(event, Ended) for event in events) == 12
+    events += events_until_ended(pool, 12)[0]
+    assert {event.outcome.failure for event in events if isinstance(event, Ended)} == {None}
+
+
+def test_a_file_that_is_edited_between_two_workers_is_told(pool_of, tmp_path, caplog):
+    beside = tmp_path / "beside.py"
+    beside.write_text("VALUE = 1.0\n")
+    pool = pool_of("import json, beside\ndef reward(response):\n    return beside.VALUE\n")
+    assert scores(pool, ["a"]) == [1.0]
+    before = pool.files
+    assert sorted(before) == [str(beside), str(tmp_path / "own_reward.py")], "none of Parity, Python or a package"
+    for child in children():
+        child.kill()
+    assert scores(pool, ["a"]) == [1.0]
+    assert pool.files == before and "what now stands in" not in caplog.text
+    beside.write_text("VALUE = 0.25\n")
+    for child in children():
+        child.kill()
+    assert scores(pool, ["a"]) == [0.25]
+    assert caplog.text.count(f"the run goes on with what now stands in {beside}") == 1
+    assert pool.files[str(beside)] != before[str(beside)]
 
 
 @pytest.mark.scenario(41)

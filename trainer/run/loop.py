@@ -26,8 +26,9 @@ from pathlib import Path
 from rollout.collect.collector import Collected, Collector, CollectPlan, UnfinishedGroups
 from rollout.collect.dispatch import Sampler
 from rollout.data.dataset import PromptStream
-from rollout.episodes.sampler import episode_metrics, with_episodes
+from rollout.episodes.sampler import episode_files, episode_metrics, with_episodes
 from rollout.group.engine_group import EngineGroup
+from rollout.processes.custom_code import code_digest
 from rollout.processes.stacks import STACKS_FILE
 from trainer.batch.packing import pack, split_mini_batches
 from trainer.batch.planner import SequenceCost
@@ -298,6 +299,9 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
     run.tracker.console.line(f"resumed after step {state.step} from {checkpoint.path}")
     for change in changed_keys(state.config, run.config).values():
         run.tracker.console.line(f"changed since then: {change}")
+    for path, digest in state.user_files.items():
+        if code_digest(path) not in (None, digest):  # a file that was moved has another path in the config
+            run.tracker.console.line(f"changed since then: what stands in {path}")
     if not has_rng:
         logger.warning("another number of ranks wrote the checkpoint: random number generators are seeded anew")
     return state.step, state.policy_version
@@ -316,6 +320,7 @@ def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, fl
         guard=run.guard.state_dict(),  # of now: it observes the step after this state is fixed
         config=flat_config(run.config),
         model_mark=run.task.model_mark,
+        user_files=run.task.scorer.files | episode_files(run.sampler),
     )
 
 

@@ -81,6 +81,8 @@ class RunState:
     """The config of the run by dotted key, secrets redacted."""
     model_mark: str | None = None
     """`model_mark` of the model that the run began with, with model=hf or an adapter; None in earlier versions."""
+    user_files: Mapping[str, str] = field(default_factory=dict)
+    """Path of each file of user code that the run has loaded -> its `code_digest`; empty in earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
