@@ -35,7 +35,7 @@ def imported(path: Path) -> set[str]:
 
 def test_every_file_is_run_or_is_part_of_one_that_is() -> None:
     run = {path.name for path in driver(BENCHMARKS / "__main__.py").scripts()}
-    assert {"planner.py", "logprob_head.py", "memory_slope.py", "mode_cost.py"} <= run
+    assert {"planner.py", "logprob_head.py", "mode_cost.py"} <= run
     files = {path.name for path in BENCHMARKS.glob("*.py")} - {"__main__.py"}
     used = {name for path in BENCHMARKS.glob("*.py") for name in imported(path)}
     parts = files - run
