@@ -43,8 +43,8 @@ from rollout.types import GenerateRequest, Sample, SamplingParams
 from rollout.weights.packing import DTYPES
 from trainer.batch.packing import micro_batch
 from trainer.config.training import ArithmeticModelConfig
-from trainer.run.base_model import build_base_model
-from trainer.run.smollm2 import build_smollm2
+from trainer.models.base_model import build_base_model
+from trainer.models.smollm2 import build_smollm2
 from trainer.scoring.exact_attention import EXACT_ATTENTION
 from trainer.scoring.forward import ScoringModel
 

@@ -47,7 +47,7 @@ from typing import Any
 import psutil
 
 from trainer.cluster.placement import SPINS
-from trainer.run.smollm2 import build_smollm2
+from trainer.models.smollm2 import build_smollm2
 from trainer.rundir.rows import read_rows
 
 REWARD_FILE = Path(__file__).with_name("half_rewarded.py").resolve()

@@ -12,7 +12,7 @@ Everything but memory is what the run logs; the table has the medians of --steps
 counted. A step is taken without its evaluation. Memory is the highest resident memory of each process, shared pages
 included, as the kernel counts it.
 
-The first run fetches the model, 93 MB (trainer/run/smollm2.py). Measure on a machine that nobody else uses. Markdown
+The first run fetches the model, 93 MB (trainer/models/smollm2.py). Measure on a machine that nobody else uses. Markdown
 goes to standard output, and with --out also to a file.
 """
 

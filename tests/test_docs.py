@@ -142,7 +142,11 @@ def missing_names(text: str, *, messages: bool = False) -> Iterator[str]:
                 if not is_metric(name):
                     yield name
             elif re.fullmatch(r"[a-z_]+(\.\w+)+", name) and name.partition(".")[0] in sections:
-                if name not in keys and not name.startswith(OPEN_KEYS) and not name.endswith((".md", ".py", ".json", ".jsonl")):
+                if (
+                    name not in keys
+                    and not name.startswith(OPEN_KEYS)
+                    and not name.endswith((".md", ".py", ".json", ".jsonl"))
+                ):
                     yield name
             elif name in groups and re.fullmatch(r"\w+", value) and word not in options:
                 yield word

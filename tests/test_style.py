@@ -27,7 +27,7 @@ MAX_NESTING = 4
 
 ALLOWED: dict[tuple[str, str, str], str] = {
     **{
-        ("trainer/rundir/text.py", "printing", f"sys.{stream}.write(printable(text))"): "takes control characters out"
+        ("trainer/text/plain.py", "printing", f"sys.{stream}.write(printable(text))"): "takes control characters out"
         for stream in ("stdout", "stderr")
     },
     ("trainer/policy/shard_reader.py", "unsafe", "import pickle"): "for the unpickler that admits an index and no code",
@@ -168,9 +168,9 @@ def blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 def printing(source: Source) -> Iterator[Found]:
     for name, call in source.calls():
         if name == "print":
-            yield call.lineno, "print(): log it, or use to_stdout of trainer/rundir/text.py in the command line"
+            yield call.lineno, "print(): log it, or use to_stdout of trainer/text/plain.py in the command line"
         if name in ("sys.stdout.write", "sys.stderr.write"):
-            yield call.lineno, f"{name}() lets control characters through: use trainer/rundir/text.py"
+            yield call.lineno, f"{name}() lets control characters through: use trainer/text/plain.py"
 
 
 def swallowed_error(source: Source) -> Iterator[Found]:

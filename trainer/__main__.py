@@ -7,7 +7,7 @@ import sys
 
 from trainer.cli.commands import run
 from trainer.cluster.deadline import is_call_unanswered
-from trainer.rundir.termination import REQUESTS
+from trainer.ending.termination import REQUESTS
 
 
 def main() -> int:

@@ -29,6 +29,7 @@ from trainer.compose.outcome import BEST_FLAG, DONE, INTERRUPTED
 from trainer.compose.overrides import directory_override, override_words
 from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
+from trainer.ending.termination import GO_ON, STOPPED_BY_GUARD
 from trainer.rundir.rows import POLL_S, follow_rows, read_rows
 from trainer.rundir.run_dir import (
     CONFIG_FILE,
@@ -43,7 +44,6 @@ from trainer.rundir.run_dir import (
     runs_inside,
 )
 from trainer.rundir.sealed import sealed_steps
-from trainer.rundir.termination import GO_ON, STOPPED_BY_GUARD
 
 Overrides = str | Sequence[str] | Mapping[str, object]
 """Words of the command line (["correction=mis", "optim.lr=1e-5"], or one text with spaces), or key -> value."""

@@ -15,7 +15,7 @@ from trainer.limits.estimate import largest_micro_batch
 from trainer.limits.floors import GroupLengths
 from trainer.limits.memory_plan import memory_plan
 from trainer.policy.worker import PolicyWorker
-from trainer.rundir.text import counted
+from trainer.text.plain import counted
 
 PLAN_TOLERANCE = 0.10
 """Share by which a peak may differ from the memory plan."""

@@ -1,7 +1,7 @@
 """The built-in task: sums of two numbers, demonstrations of mixed quality, and a tokenizer.
 
-`trainer/run/base_model.py` trains the base model on the demonstrations; `rollout/data/dataset.py` makes prompts of the
-problems. This file does not import torch.
+`trainer/models/base_model.py` trains the base model on the demonstrations; `rollout/data/dataset.py` makes prompts of
+the problems. This file does not import torch.
 
 A response works column by column, least significant first, and ends with the mark of GSM8K and the answer:
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from runs import QUICK, column, compose, metrics_of
 
+from trainer.ending.termination import STOPPED_BY_GUARD, StoppedByGuard
 from trainer.run.loop import train
 from trainer.rundir.checkpoint import newest_checkpoint
-from trainer.rundir.termination import STOPPED_BY_GUARD, StoppedByGuard
 
 pytestmark = pytest.mark.slow
 

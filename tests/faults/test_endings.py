@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 from asked_run import Asked
 
-from trainer.rundir.termination import GO_ON
-from trainer.rundir.time_limit import MARGIN_S
+from trainer.ending.termination import GO_ON
+from trainer.ending.time_limit import MARGIN_S
 
 
 def check_no_text_outside(run: Asked) -> None:

@@ -11,7 +11,7 @@ from rollout.processes.custom_code import similar_custom
 from rollout.similar_file import similar_directory, similar_file
 from rollout.task_config import READERS
 from trainer.cli.commands import run
-from trainer.run.task_check import find_model
+from trainer.start.task_check import find_model
 
 
 @pytest.mark.parametrize(

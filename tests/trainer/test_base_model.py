@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from rollout.data.arithmetic import TOKENS, ArithmeticProblem, Demonstration, save_tokenizer
 from trainer.config.training import ArithmeticModelConfig
-from trainer.run.base_model import (
+from trainer.models.base_model import (
     IGNORED,
     WEIGHTS,
     build_base_model,

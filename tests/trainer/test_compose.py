@@ -24,7 +24,7 @@ from trainer.compose.compose import resolve
 from trainer.compose.overrides import directory_override, override_words
 from trainer.config.train import GROUPS
 from trainer.config.training import SmolLM2ModelConfig
-from trainer.run.start import start_problems
+from trainer.start.checks import start_problems
 
 
 def test_a_recipe_gives_typed_values() -> None:

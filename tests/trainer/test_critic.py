@@ -36,12 +36,12 @@ from trainer.batch.packing import micro_batch
 from trainer.batch.train_batch import RankMiniBatch, StepSamples
 from trainer.config.train import TrainConfig
 from trainer.config.training import CriticConfig
+from trainer.models.resolve import resolve_critic
 from trainer.policy.advantages import set_token_advantages
 from trainer.policy.critic import Critic, ValueModel
 from trainer.policy.model import full_tensors
 from trainer.policy.train_report import RankReport
 from trainer.policy.worker import PolicyWorker
-from trainer.run.task import resolve_critic
 from trainer.rundir.run_dir import StartError
 from trainer.scoring.attention import PACKED_ATTENTION
 from trainer.scoring.forward import states_before

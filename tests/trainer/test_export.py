@@ -34,10 +34,10 @@ from rollout.data.dataset import StreamState
 from rollout.weights.files import INDEX_FILE
 from trainer.config.outputs import CheckpointConfig, EvalConfig
 from trainer.config.train import TrainConfig
+from trainer.models.export import MAX_SHARD_BYTES, write_model
 from trainer.policy.model import full_tensors, load_causal_lm
 from trainer.policy.shards import load_shards
 from trainer.run.evaluation import evaluate_model
-from trainer.run.export import MAX_SHARD_BYTES, write_model
 from trainer.rundir.checkpoint import (
     POLICY,
     Checkpoint,
@@ -137,7 +137,7 @@ def test_an_export_is_what_transformers_writes_of_the_whole_model(
         asked.append(sum(tensor.nbytes for tensor in tensors))
         load_shards(state, path, alone=alone)
 
-    monkeypatch.setattr("trainer.run.export.load_shards", counted)
+    monkeypatch.setattr("trainer.models.export.load_shards", counted)
     write_model(config, checkpoint, tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=max_shard_bytes)
     assert max(asked) <= max_shard_bytes and (len(asked) > 3) == (max_shard_bytes < MAX_SHARD_BYTES)
 

@@ -7,8 +7,8 @@ from compose_cases import resolved
 
 from rollout.sglang.cuda_host import Lack
 from trainer.limits.machine import Machine
-from trainer.run import start
-from trainer.run.start import gpu_host_problems
+from trainer.start import checks as start
+from trainer.start.checks import gpu_host_problems
 
 CPU_TORCH = Lack("torch 2.13.0+cpu is a build without CUDA", "Install another.")
 NO_COMPILER = Lack("there is no C compiler", "Install one.")

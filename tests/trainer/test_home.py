@@ -25,10 +25,10 @@ from trainer.compose.overrides import parse, quoted_home
 from trainer.compose.read import read_own_keys
 from trainer.compose.session import hydra_session
 from trainer.config.train import GROUPS, TrainConfig
-from trainer.run.start import variable_problems
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.provenance import config_document
 from trainer.rundir.weights_source import find_source
+from trainer.start.checks import variable_problems
 from trainer.study.config import StudyConfig
 
 RECIPE = """

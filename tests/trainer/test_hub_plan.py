@@ -29,8 +29,8 @@ from trainer.limits.estimate import model_shape
 from trainer.limits.machine import Machine
 from trainer.limits.memory_plan import memory_plan
 from trainer.limits.model_shape import UnknownShapeError, described_shapes
-from trainer.run import task_check
-from trainer.run.model_check import HUB_TIMEOUT_S, find_model
+from trainer.models.directory import HUB_TIMEOUT_S, find_model
+from trainer.start import task_check
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 QWEN2_7B = {

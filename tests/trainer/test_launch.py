@@ -21,10 +21,10 @@ import trainer.cli.job as job
 from rollout.engine import EngineError
 from trainer.cli.commands import run
 from trainer.config.train import TrainConfig
+from trainer.ending.termination import GO_ON, RunTerminated
+from trainer.ending.time_limit import OutOfTime
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import StartError
-from trainer.rundir.termination import GO_ON, RunTerminated
-from trainer.rundir.time_limit import OutOfTime
 
 Train = Callable[[TrainConfig], SimpleNamespace]
 
@@ -277,7 +277,7 @@ def test_nothing_is_written_to_the_directory_of_another_run(
     other = write_run(tmp_path / "runs")
     before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
     # The directory is taken between the check of the command line and the start of the run.
-    monkeypatch.setattr("trainer.run.start.start_problems", lambda resolution: [])
+    monkeypatch.setattr("trainer.start.checks.start_problems", lambda resolution: [])
     words = ["train", "arithmetic_grpo", f"run.dir={other}", "tracking.wandb=disabled", "model.num_steps=1"]
     assert run(words) == 2
     assert "must be absent or empty" in capsys.readouterr().err

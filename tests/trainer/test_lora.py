@@ -41,13 +41,12 @@ from trainer.config.training import HFModelConfig, LoraConfig, SmolLM2ModelConfi
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes, stored_linear_shapes
 from trainer.limits.floors import GroupLengths, training_flops
 from trainer.limits.model_shape import SMOLLM2, described_shapes, shape_of
+from trainer.models.adapter import AdapterFacts, read_adapter
+from trainer.models.export import write_adapter, write_merged, write_model
 from trainer.policy.lora import NoAdapterError
 from trainer.policy.model import full_tensors, tensor_shapes
 from trainer.policy.shard_reader import DataReader
 from trainer.policy.worker import PolicyWorker
-from trainer.run.adapter_check import AdapterFacts, read_adapter
-from trainer.run.export import write_adapter, write_merged, write_model
-from trainer.run.task_check import task_problems
 from trainer.rundir.checkpoint import (
     POLICY,
     Checkpoint,
@@ -58,6 +57,7 @@ from trainer.rundir.checkpoint import (
 )
 from trainer.rundir.model_mark import model_mark
 from trainer.rundir.resume import flat_config, other_run
+from trainer.start.task_check import task_problems
 
 
 @pytest.fixture(scope="module")

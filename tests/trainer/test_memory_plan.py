@@ -43,7 +43,7 @@ from trainer.limits.memory_plan import (
     memory_plan,
 )
 from trainer.policy.dry_run import group_samples
-from trainer.rundir.text import size
+from trainer.text.plain import size
 
 
 def shared(*, residency: Residency = Residency.auto, **policy: object) -> TrainConfig:

@@ -38,7 +38,7 @@ from trainer.config.training import (
 from trainer.limits.estimate import batch_shape, critic_shape, engine_memory, model_shape, rank_memory
 from trainer.limits.machine import Machine
 from trainer.limits.model_shape import UnknownShapeError
-from trainer.rundir.text import size
+from trainer.text.plain import size
 
 MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
 
@@ -87,7 +87,7 @@ def test_the_longest_arithmetic_prompt_is_exact() -> None:
 
 @pytest.mark.parametrize(("width", "layers"), [(128, 3), (64, 1)])
 def test_arithmetic_sizes_are_those_of_the_real_model(width: int, layers: int) -> None:
-    from trainer.run.base_model import _new_model
+    from trainer.models.base_model import _new_model
 
     model = ArithmeticModelConfig(hidden_size=width, num_layers=layers)
     network = _new_model(model, pad_token_id=0, eos_token_id=1)

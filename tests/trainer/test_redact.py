@@ -1,4 +1,4 @@
-"""trainer/rundir/redact.py: planted secrets never survive, our own keys always do."""
+"""trainer/text/redact.py: planted secrets never survive, our own keys always do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout.processes.secret_names import is_secret_name
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig
-from trainer.rundir.redact import REDACTED, redact, redact_argv, redact_text
+from trainer.text.redact import REDACTED, redact, redact_argv, redact_text
 
 PLANTED = "pl4nted-s3cret-value"
 

@@ -11,7 +11,7 @@ from trainer.compose.compose import resolve
 from trainer.compose.read import build_config, read_own_keys
 from trainer.compose.session import empty_root, plain
 from trainer.config.train import GROUPS, TrainConfig
-from trainer.run.start import start_problems
+from trainer.start.checks import start_problems
 from trainer.study.config import StudyConfig
 
 REFUSALS = {

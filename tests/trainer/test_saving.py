@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 from rollout.data.dataset import StreamState
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.outputs import CheckpointConfig
+from trainer.ending.termination import Termination
+from trainer.ending.time_limit import TimeLimit
 from trainer.policy import shards
 from trainer.policy.host_copy import local_part
 from trainer.policy.shards import ShardReport, file_shares
@@ -32,8 +34,6 @@ from trainer.run.guard import Guard
 from trainer.run.saving import MAX_CONSECUTIVE_FAILURES, Ending, Saver
 from trainer.rundir.checkpoint import CheckpointError, RunState, newest_checkpoint
 from trainer.rundir.sealed import FileRecord
-from trainer.rundir.termination import Termination
-from trainer.rundir.time_limit import TimeLimit
 from trainer.tracking.tracker import Tracker
 
 

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.cli.job import load_tasks
 from trainer.limits.model_shape import SMOLLM2, described_shapes, directory_shape, shape_of
-from trainer.run.smollm2 import FILES, PACKAGE, WEIGHTS, Package, SmolLM2Error, build_smollm2, file_digest
+from trainer.models.smollm2 import FILES, PACKAGE, WEIGHTS, Package, SmolLM2Error, build_smollm2, file_digest
 from trainer.rundir.cache import ABANDONED_AFTER_S, Progress, default_cache_dir, find_damage
 
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, MLP, LAYERS = 64, 2, 1, 32, 96, 2
@@ -253,8 +253,8 @@ def test_a_dry_run_reads_the_rows_in_the_template_of_a_cached_model(
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     words = [f"data.{part}_path={tmp_path}/rows.jsonl" for part in ("train", "eval")]
     run = resolved(*words, "data.max_prompt_tokens=9", name="gsm8k_grpo_smollm2")
-    monkeypatch.setattr("trainer.run.smollm2.PACKAGE", tiny)
-    monkeypatch.setattr("trainer.run.task.build_smollm2", lambda progress: built)
+    monkeypatch.setattr("trainer.models.smollm2.PACKAGE", tiny)
+    monkeypatch.setattr("trainer.models.resolve.build_smollm2", lambda progress: built)
     monkeypatch.setenv("PARITY_CACHE", str(tmp_path))
     problems, [note] = load_tasks(run)
     assert problems == [] and note.startswith("the model is not on this disk")
@@ -304,7 +304,7 @@ def test_an_interrupted_conversion_leaves_no_copy(tiny: Package, tmp_path: Path)
 @pytest.mark.slow
 def test_a_killed_process_leaves_no_copy_and_is_cleaned_up_after(tiny: Package, tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from trainer.run.smollm2 import *\n"
+        "import sys; from pathlib import Path; from trainer.models.smollm2 import *\n"
         "def report(done, total, detail):\n    sys.stdout.write(detail + chr(10)); sys.stdout.flush()\n"
         f"build_smollm2(cache_dir=Path({str(tmp_path)!r}), package={tiny!r}, progress=report)\n"
     )

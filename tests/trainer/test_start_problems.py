@@ -14,9 +14,9 @@ from trainer.compose.keys import wrong_value
 from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.config.paths import recipe_dir
 from trainer.limits.machine import Machine
-from trainer.run.model_check import find_model
-from trainer.run.start import wandb_mode_problem
-from trainer.run.task_check import _machine_problems
+from trainer.models.directory import find_model
+from trainer.start.checks import wandb_mode_problem
+from trainer.start.task_check import _machine_problems
 
 
 @pytest.mark.parametrize("value", ["foo", "Online"])
@@ -61,7 +61,7 @@ def test_a_list_for_a_text_is_answered_with_a_regular_expression() -> None:
 
 
 def test_targets_that_sglang_cannot_hold_apart_are_refused() -> None:
-    from trainer.run.task_check import task_problems
+    from trainer.start.task_check import task_problems
 
     def problems(*words: str) -> list[str]:
         found = resolve(recipe_dir() / "arithmetic_grpo.yaml", words, own_dir=None, multirun=False)

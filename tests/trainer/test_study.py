@@ -16,15 +16,15 @@ import pytest
 
 import trainer.study.run as study_run
 from trainer.cli.commands import run
+from trainer.ending.termination import GO_ON
 from trainer.limits.machine import Machine
 from trainer.rundir.provenance import config_document
 from trainer.rundir.run_dir import lock_directory, logged_step
-from trainer.rundir.termination import GO_ON
-from trainer.rundir.text import duration
 from trainer.study.config import DEFAULT_MODES, StudyConfig
 from trainer.study.grid import Cell, Study, compose_study
 from trainer.study.results import CellRecord, Stage, make_way, stage_of, study_problems
 from trainer.study.run import command_line, last_words, parallel_problems, run_cells
+from trainer.text.plain import duration
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORDS = ("rollout=torch", "run.num_steps=3", "tracking.wandb=disabled")
@@ -155,7 +155,7 @@ def test_runs_at_a_time_must_fit_the_machine(monkeypatch: pytest.MonkeyPatch) ->
     assert "study.parallel must be <= 2: this machine has 2 CPU" in str(problem)
     words = ("rollout.gpus_per_engine=1", "policy.gpus_per_worker=1", "policy.num_workers=1")
     machine = Machine(cpus=64, gpus=4, memory=2**40)
-    monkeypatch.setattr("trainer.run.task_check.this_machine", lambda: machine)
+    monkeypatch.setattr("trainer.start.task_check.this_machine", lambda: machine)
     assert parallel_problems(grid_of(*words, **axes, parallel=2), machine) == []
     [problem] = parallel_problems(grid_of(*words, **axes, parallel=3), machine)
     assert "must be <= 2: this machine has 4 GPU, and each run needs 2 GPU" in str(problem)
@@ -163,7 +163,7 @@ def test_runs_at_a_time_must_fit_the_machine(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_runs_beside_each_other_see_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("rollout.gpus_per_engine=1", "policy.gpus_per_worker=1", "policy.num_workers=1")
-    monkeypatch.setattr("trainer.run.task_check.this_machine", lambda: Machine(cpus=64, gpus=4, memory=2**40))
+    monkeypatch.setattr("trainer.start.task_check.this_machine", lambda: Machine(cpus=64, gpus=4, memory=2**40))
     [cell] = grid_of(*words, modes=["tis"], precisions=["bfloat16"], seeds=[0]).cells
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [study_run._devices(cell, slot) for slot in (0, 1)] == [

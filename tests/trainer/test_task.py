@@ -22,6 +22,7 @@ from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import resolve
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
+from trainer.models import resolve as models
 from trainer.run import task
 from trainer.rundir.run_dir import StartError
 
@@ -43,12 +44,12 @@ def test_a_model_that_is_nowhere_is_named_with_its_key(config: TrainConfig, monk
     def no_hub(*args: object, **kwargs: object) -> str:
         raise LocalEntryNotFoundError("no connection\nand more")
 
-    monkeypatch.setattr(task, "fetch_model", no_hub)
+    monkeypatch.setattr(models, "fetch_model", no_hub)
     config = replace(config, model=HFModelConfig(path="modle"))
     with pytest.raises(
         StartError, match=r"model\.path must be a directory or .*, got 'modle'\. .* no connection"
     ) as caught:
-        task.resolve_model(config, progress=silent_progress)
+        models.resolve_model(config, progress=silent_progress)
     assert "\n" not in str(caught.value)
 
 
@@ -63,7 +64,7 @@ def test_a_hub_that_accepts_and_never_answers_is_named_within_a_deadline(
         config = replace(config, model=HFModelConfig(path="owner/model"))
         begin = time.monotonic()
         with pytest.raises(StartError, match=r"got 'owner/model'\. .* the hub says .*timed out"):
-            task.resolve_model(config, progress=silent_progress)
+            models.resolve_model(config, progress=silent_progress)
     assert time.monotonic() - begin < 60
 
 

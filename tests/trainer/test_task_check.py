@@ -31,9 +31,9 @@ from trainer.config.training import Offload
 from trainer.limits.adapter_shape import stored_linear_shapes
 from trainer.limits.machine import Machine
 from trainer.limits.memory_plan import memory_plan
-from trainer.run import task_check
 from trainer.run.task import load_task
-from trainer.run.task_check import task_problems
+from trainer.start import task_check
+from trainer.start.task_check import task_problems
 
 RECIPE = """
 defaults: [/arithmetic_grpo, override /model: hf, override /data: file, override /rollout: torch, _self_]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from resume_cases import make
 
-from trainer.rundir import termination as termination_module
-from trainer.rundir.termination import REQUESTS, RunTerminated, requests_held, termination_requests
+from trainer.ending import termination as termination_module
+from trainer.ending.termination import REQUESTS, RunTerminated, requests_held, termination_requests
 from trainer.tracking.tracker import Tracker
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from trainer.compose.compose import Resolution, resolve
 from trainer.config.train import TrainConfig
-from trainer.run.start import start_problems
-from trainer.rundir.time_limit import MARGIN_S, TimeLimit, time_limit
+from trainer.ending.time_limit import MARGIN_S, TimeLimit, time_limit
+from trainer.start.checks import start_problems
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "arithmetic_grpo.yaml"
 

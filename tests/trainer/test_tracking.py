@@ -29,9 +29,9 @@ from trainer.compose.compose import resolve
 from trainer.config.outputs import WandbMode
 from trainer.config.training import Resume
 from trainer.report.data import load_run
-from trainer.run.start import start_problems
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.rows import forget_after, read_rows
+from trainer.start.checks import start_problems
 from trainer.tracking.console import Console
 from trainer.tracking.samples import sample_rows, select_rows
 from trainer.tracking.tracker import Tracker
@@ -332,7 +332,7 @@ def test_tensorboard_is_refused_before_the_start_where_it_is_not_installed(monke
     recipe = Path(__file__).parents[2] / "recipes" / "arithmetic_grpo.yaml"
     words = ["rollout=torch", "tracking.tensorboard=true"]
     resolution = resolve(recipe, words, own_dir=None, multirun=False)
-    monkeypatch.setattr("trainer.run.start.TENSORBOARD_PACKAGE", "no_such_package")
+    monkeypatch.setattr("trainer.start.checks.TENSORBOARD_PACKAGE", "no_such_package")
     [problem] = start_problems(resolution)
     assert problem.key == "tracking.tensorboard" and 'pip install -e ".[tensorboard]"' in str(problem)
     assert not start_problems(resolve(recipe, words[:1], own_dir=None, multirun=False))

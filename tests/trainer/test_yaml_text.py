@@ -11,7 +11,7 @@ from cli_process import HEAVY, parity
 
 from trainer.compose.compose import resolve
 from trainer.rundir.provenance import config_document
-from trainer.rundir.yaml_text import load_yaml
+from trainer.text.yaml_text import load_yaml
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 

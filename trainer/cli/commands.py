@@ -31,7 +31,7 @@ from trainer.compose.outcome import (
 )  # fmt: skip
 from trainer.config.paths import recipe_dir
 from trainer.config.train import GROUPS, PRESETS
-from trainer.rundir.text import PrintableFormatter, to_nowhere, to_stderr, to_stdout
+from trainer.text.plain import PrintableFormatter, to_nowhere, to_stderr, to_stdout
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import TrainArguments
@@ -309,8 +309,8 @@ def _export(words: list[str]) -> int:
         return refuse(command, ADAPTER_FLAG, "needs a run with policy.lora.rank above 0", str(given), remedy)
     # Imported late, because this line imports torch and transformers.
     from rollout.data.tokenizer import auto_tokenizer_note
-    from trainer.run.export import write_adapter, write_model
-    from trainer.run.model_description import release_4_note
+    from trainer.models.description import release_4_note
+    from trainer.models.export import write_adapter, write_model
     from trainer.rundir.run_dir import StartError
 
     try:

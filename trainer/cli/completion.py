@@ -15,8 +15,8 @@ from trainer.compose.catalog import find_recipe, recipe_files
 from trainer.compose.keys import field_names
 from trainer.compose.outcome import COMMANDS, COMPLETION_FLAGS, DONE, refuse
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
-from trainer.rundir.text import to_stdout
 from trainer.rundir.weights_source import KEY
+from trainer.text.plain import to_stdout
 
 LINE = "COMP_LINE"
 """Environment variable in which the shell passes the line up to the cursor."""

@@ -28,7 +28,7 @@ from trainer.replay.peers.places import rank_files
 from trainer.rundir.dump import CONFIG, DumpError, open_dump, way_to_a_dump
 from trainer.rundir.run_dir import CONFIG_FILE, runs_inside, unusable_problem
 from trainer.rundir.sealed import sealed_steps
-from trainer.rundir.text import to_stderr, to_stdout
+from trainer.text.plain import to_stderr, to_stdout
 
 if TYPE_CHECKING:
     from trainer.diagnose.diagnosis import Diagnosis

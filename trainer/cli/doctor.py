@@ -23,7 +23,7 @@ from trainer.limits.machine import this_machine
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.provenance import num_cores
 from trainer.rundir.run_dir import unusable_problem
-from trainer.rundir.text import size
+from trainer.text.plain import size
 from trainer.tracking.wandb_run import wandb_key_source
 
 PYTHON_FLOOR = (3, 11)

@@ -20,16 +20,16 @@ from trainer.compose.compose import Resolution, resolve
 from trainer.compose.outcome import BEST_FLAG, DONE, refuse, report
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
+from trainer.ending.termination import RunTerminated, termination_requests
 from trainer.limits.adapter_shape import linear_shapes
 from trainer.limits.model_shape import UnknownShapeError
-from trainer.run.adapter_check import read_adapter
-from trainer.run.start import start_problems
-from trainer.run.task_check import find_model, policy_problems
+from trainer.models.adapter import read_adapter
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError, best_problem
 from trainer.rundir.model_mark import model_mark
-from trainer.rundir.termination import RunTerminated, termination_requests
-from trainer.rundir.text import to_stderr, to_stdout
 from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, checkpoint_of, find_source
+from trainer.start.checks import start_problems
+from trainer.start.task_check import find_model, policy_problems
+from trainer.text.plain import to_stderr, to_stdout
 
 if TYPE_CHECKING:
     from rollout.collect.evaluate import EvalResult

@@ -21,14 +21,14 @@ from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE, FAILED, REFUSED, report
 from trainer.config.train import TrainConfig
 from trainer.config.training import SmolLM2ModelConfig
-from trainer.run.task_check import is_on_disk, task_key
+from trainer.ending.termination import GO_ON, RunTerminated, termination_requests
+from trainer.ending.time_limit import job_variable
 from trainer.rundir.cache import default_cache_dir
-from trainer.rundir.redact import redact_argv, redact_text
 from trainer.rundir.resume import saved_state
 from trainer.rundir.run_dir import StartError, how_to_go_on, make_private, newest_saved_step
-from trainer.rundir.termination import GO_ON, RunTerminated, termination_requests
-from trainer.rundir.text import printable, to_stderr, to_stdout_while_read
-from trainer.rundir.time_limit import job_variable
+from trainer.start.task_check import is_on_disk, task_key
+from trainer.text.plain import printable, to_stderr, to_stdout_while_read
+from trainer.text.redact import redact_argv, redact_text
 
 OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
 ERROR_LOG = "error.log"
@@ -165,7 +165,7 @@ def _is_converted(config: TrainConfig) -> bool:
     if not all(map(is_local, sources)) or not any(default_cache_dir().glob(f"{config.model.kind}-*")):
         return False
     # Imported late, because this line imports transformers.
-    from trainer.run.smollm2 import converted_smollm2
+    from trainer.models.smollm2 import converted_smollm2
 
     return converted_smollm2() is not None
 

@@ -24,7 +24,7 @@ from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.limits.model_shape import UnknownShapeError
 from trainer.rundir.resume import begins, saved_state
 from trainer.rundir.run_dir import how_to_go_on, needs_no_step, newest_saved_step, steps_taken
-from trainer.rundir.text import counted, size
+from trainer.text.plain import counted, size
 from trainer.tracking.wandb_run import default_name, wandb_run
 
 

@@ -25,7 +25,7 @@ from trainer.replay.modes import all_names, name_problems, of_bundle
 from trainer.replay.peers.places import rank_files
 from trainer.rundir.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
 from trainer.rundir.run_dir import CONFIG_FILE, runs_inside, unusable_problem
-from trainer.rundir.text import to_stdout
+from trainer.text.plain import to_stdout
 
 if TYPE_CHECKING:
     from trainer.replay.results import Replay

@@ -13,7 +13,7 @@ from algorithms.config import NOT_SET, Problem
 from algorithms.config.home import from_home
 from trainer.compose.outcome import DONE, FAILED, report
 from trainer.rundir.run_dir import REPORT_FILE, runs_inside, unusable_problem, write_whole
-from trainer.rundir.text import to_stderr, to_stdout
+from trainer.text.plain import to_stderr, to_stdout
 
 COMMAND = "parity report"
 METRICS = "metrics.jsonl"

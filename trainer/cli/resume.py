@@ -19,9 +19,9 @@ from trainer.compose.compose import Resolution, resolve
 from trainer.compose.overrides import directory_override
 from trainer.config.train import GROUPS
 from trainer.config.training import Resume
-from trainer.rundir.redact import REDACTED
 from trainer.rundir.run_dir import CONFIG_FILE, completed_steps, has_checkpoint, is_run, logged_step, runs_inside
-from trainer.rundir.yaml_text import load_yaml
+from trainer.text.redact import REDACTED
+from trainer.text.yaml_text import load_yaml
 
 COMMAND = "parity resume"
 _FIXED_WORDS = ("run.dir=", "run.resume=", "resume=")
@@ -86,7 +86,7 @@ def resolve_start(
 
     If `shown_as` is given, problems name this file instead of `recipe`.
     """
-    from trainer.run.start import start_problems
+    from trainer.start.checks import start_problems
 
     words, own_dir, multirun = arguments.overrides, arguments.own_dir, arguments.multirun
     resolution = resolve(recipe, words, own_dir=own_dir, multirun=multirun)

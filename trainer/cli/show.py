@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from trainer.compose.overrides import as_hydra_reads, recipe_override
 from trainer.compose.session import VERSION_BASE, register
-from trainer.rundir.text import to_stderr
+from trainer.text.plain import to_stderr
 
 
 def show(recipe: Path, flags: Sequence[str], overrides: Sequence[str], *, own_dir: Path | None) -> str:

@@ -21,12 +21,10 @@ from trainer.cli.tables import labelled, rows_text
 from trainer.compose.catalog import find_recipe, recipe_name
 from trainer.compose.outcome import DONE, FAILED, refuse, report
 from trainer.compose.read import read_own_keys
+from trainer.ending.termination import GO_ON, RunTerminated
 from trainer.limits.machine import this_machine
-from trainer.run.start import shared_id_problems
-from trainer.rundir.redact import redact_argv
 from trainer.rundir.run_dir import RunDirectoryError, lock_directory, logged_step, release_directory, unusable_problem
-from trainer.rundir.termination import GO_ON, RunTerminated
-from trainer.rundir.text import counted, duration, to_stdout
+from trainer.start.checks import shared_id_problems
 from trainer.study.config import PRECISIONS, StudyConfig, precision_words
 from trainer.study.grid import Study, compose_study
 from trainer.study.page import PAGE_FILE, write_study
@@ -42,6 +40,8 @@ from trainer.study.results import (
     study_problems,
 )
 from trainer.study.run import parallel_problems, run_cells, say
+from trainer.text.plain import counted, duration, to_stdout
+from trainer.text.redact import redact_argv
 
 NAME = "parity study"
 SECTION = "study"

@@ -19,9 +19,9 @@ from trainer.cli.tables import rows_text
 from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE
 from trainer.config.outputs import WANDB_NAME, WANDB_RUN_GROUP
-from trainer.rundir.redact import redact_argv
 from trainer.rundir.run_dir import METRICS_FILE, write_whole
-from trainer.rundir.text import to_stdout_while_read
+from trainer.text.plain import to_stdout_while_read
+from trainer.text.redact import redact_argv
 from trainer.tracking.wandb_run import MAX_NAME
 
 if TYPE_CHECKING:

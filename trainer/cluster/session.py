@@ -28,7 +28,7 @@ from algorithms.config.home import from_home
 from rollout.processes.scratch import Scratch
 from trainer.cluster.bundles import PlacementError
 from trainer.cluster.deadline import RayAnswerError, end_ray, ray_answer
-from trainer.rundir.termination import end_descendants, requests_held
+from trainer.ending.termination import end_descendants, requests_held
 
 logger = logging.getLogger(__name__)
 

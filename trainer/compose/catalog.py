@@ -18,7 +18,7 @@ from algorithms.config.home import from_home
 from trainer.compose.keys import nearest
 from trainer.config.paths import MAIN_CONFIG, recipe_dir
 from trainer.rundir.run_dir import CONFIG_FILE
-from trainer.rundir.yaml_text import load_yaml
+from trainer.text.yaml_text import load_yaml
 
 SUFFIX = ".yaml"
 CONTINUED = "#   "

@@ -35,7 +35,7 @@ from trainer.compose.session import SCHEMA, hydra_session
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
 from trainer.config.training import ModelConfig, RunConfig
-from trainer.rundir.yaml_text import load_yaml
+from trainer.text.yaml_text import load_yaml
 
 HYDRA_OPTIONS = ("basic", "default")
 """Options of Hydra's own groups that Hydra chooses by itself."""

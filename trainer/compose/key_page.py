@@ -18,7 +18,7 @@ from algorithms.config.rules import Description, as_yaml, describe
 from trainer.compose.keys import accepted
 from trainer.compose.renamed import BY_TRAINER
 from trainer.config.train import GROUPS, TrainConfig
-from trainer.rundir.text import to_stdout
+from trainer.text.plain import to_stdout
 
 MAX_COLUMNS = 120
 INTRODUCTION = """# Every key

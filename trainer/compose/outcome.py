@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from algorithms.config import Problem
-from trainer.rundir.text import to_stderr
+from trainer.text.plain import to_stderr
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run failed; nothing was started because of the command line; ended by Ctrl-C."""

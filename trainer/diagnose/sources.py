@@ -16,11 +16,11 @@ from rollout.weights.packing import DTYPES
 from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
 from trainer.diagnose.diagnosis import Settings
+from trainer.models.export import write_model
+from trainer.models.resolve import resolve_model
 from trainer.replay.bundle import Bundle, BundleError
 from trainer.replay.bundle_step import bundle_of
 from trainer.replay.recorded import read_step
-from trainer.run.export import write_model
-from trainer.run.task import resolve_model
 from trainer.rundir.checkpoint import checkpoint_at, state_at
 from trainer.rundir.dump import Dump
 from trainer.rundir.sealed import SealError, sealed_steps

@@ -29,7 +29,7 @@ from trainer.limits.estimate import (
 from trainer.limits.machine import usable_memory
 from trainer.limits.model_shape import UnknownShapeError
 from trainer.rundir.provenance import tool_output
-from trainer.rundir.text import counted, size
+from trainer.text.plain import counted, size
 
 logger = logging.getLogger(__name__)
 

@@ -80,7 +80,7 @@ SMOLLM2 = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True,
 }  # fmt: skip
-"""Sizes of the model that trainer/run/smollm2.py makes, for the plan of a run before the model is fetched."""
+"""Sizes of the model that trainer/models/smollm2.py makes, for the plan of a run before the model is fetched."""
 
 
 def model_tensors(model: ModelConfig) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
@@ -94,7 +94,7 @@ def model_tensors(model: ModelConfig) -> tuple[Mapping[str, Any], Mapping[str, t
         return SMOLLM2, described_shapes(SMOLLM2)
     if not isinstance(model, ArithmeticModelConfig):
         raise UnknownShapeError(f"no size is known for model={model.kind}")
-    # The Qwen2 that trainer/run/base_model.py makes.
+    # The Qwen2 that trainer/models/base_model.py makes.
     hidden = model.hidden_size
     text = {
         "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": ARITHMETIC_MLP_FACTOR * hidden,

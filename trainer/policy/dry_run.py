@@ -22,8 +22,8 @@ from trainer.limits.device_memory import read_peak, start_peak
 from trainer.limits.floors import GroupLengths
 from trainer.limits.memory_plan import PROCESS_BYTES, memory_plan
 from trainer.policy.trainable import Trainable
-from trainer.rundir.text import size
 from trainer.scoring.forward import ScoringModel
+from trainer.text.plain import size
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 """Substrings of the out-of-memory messages of torch's allocators; on a CPU the error has no type of its own."""

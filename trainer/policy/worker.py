@@ -53,10 +53,10 @@ from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import StateDict, Trainable
 from trainer.rundir.sealed import FileRecord, SealError, compare_files
-from trainer.rundir.text import size
 from trainer.scoring.attention import PACKED_ATTENTION
 from trainer.scoring.exact_attention import EXACT_ATTENTION
 from trainer.scoring.forward import ScoringModel
+from trainer.text.plain import size
 
 logger = logging.getLogger(__name__)
 

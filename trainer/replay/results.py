@@ -21,7 +21,7 @@ from trainer.report.frame import render_tables, write_results
 from trainer.rundir.dump import Dump
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import METRICS_FILE
-from trainer.rundir.text import counted
+from trainer.text.plain import counted
 
 NAME = "replay"
 """Of the files replay.json and replay.html."""

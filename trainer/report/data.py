@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.rundir.rows import read_lines
 from trainer.rundir.run_dir import HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE, STATUS_FILE, earlier_configs
-from trainer.rundir.yaml_text import load_yaml
+from trainer.text.yaml_text import load_yaml
 
 Row = Mapping[str, Any]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trainer.report.data import RunData, at, flat_config, is_number, plain, settings, show
 from trainer.report.sections import PHASES
-from trainer.rundir.text import size
+from trainer.text.plain import size
 
 _MAIN_PHASES = ("rollout", "train", "sync")
 _LENGTH_KEYS = frozenset({"run.num_steps", "run.max_hours"})

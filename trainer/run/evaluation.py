@@ -37,8 +37,9 @@ from rollout.weights.packing import DTYPES
 from trainer.cluster.placement import Cluster, engines_only
 from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
-from trainer.run.export import write_merged, write_model
-from trainer.run.task import Task, data_notes, load_task, resolve_model
+from trainer.models.export import write_merged, write_model
+from trainer.models.resolve import resolve_model
+from trainer.run.task import Task, data_notes, load_task
 from trainer.rundir.checkpoint import Checkpoint
 from trainer.rundir.printed import printed_log
 from trainer.rundir.provenance import config_record, environment_record, group_choices

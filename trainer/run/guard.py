@@ -18,7 +18,7 @@ from algorithms.config.spec import HARMLESS_ESS
 from trainer.config.guard import Action, MismatchGuardConfig
 from trainer.config.train import TrainConfig
 from trainer.rundir.events import Event, Severity
-from trainer.rundir.text import counted
+from trainer.text.plain import counted
 
 Row = Mapping[str, float | None]
 ACTIONS = tuple(Action)

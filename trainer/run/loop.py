@@ -39,6 +39,8 @@ from trainer.cluster.watchdog import Watchdog, longest_call_s
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.schedule import RolloutSchedule
 from trainer.config.train import TrainConfig
+from trainer.ending.termination import Termination, termination_requests
+from trainer.ending.time_limit import TimeLimit, time_limit
 from trainer.limits.adapter_shape import sent_adapter
 from trainer.limits.estimate import largest_micro_batch
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
@@ -57,8 +59,6 @@ from trainer.rundir.checkpoint import Checkpoint, RunState
 from trainer.rundir.printed import printed_log
 from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config, takes_no_step, whole_checkpoint
 from trainer.rundir.run_dir import LOGS, METRICS_FILE, StartError
-from trainer.rundir.termination import Termination, termination_requests
-from trainer.rundir.time_limit import TimeLimit, time_limit
 from trainer.tracking.console import Console
 from trainer.tracking.tracker import Tracker
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.outputs import CheckpointConfig
 from trainer.config.train import TrainConfig
+from trainer.ending.termination import RunTerminated, StoppedByGuard, Termination
+from trainer.ending.time_limit import TimeLimit
 from trainer.policy.shards import ShardReport
 from trainer.run.guard import Guard
 from trainer.rundir.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
 from trainer.rundir.run_dir import newest_saved_step
-from trainer.rundir.termination import RunTerminated, StoppedByGuard, Termination
-from trainer.rundir.time_limit import TimeLimit
 from trainer.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)

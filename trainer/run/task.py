@@ -5,38 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from algorithms.config import Problem
 from rollout.data.data_files import DataError
 from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_dataset
-from rollout.data.hub import fetch_model, limit_silence
 from rollout.data.special_tokens import response_decoder
 from rollout.data.tokenizer import load_tokenizer
 from rollout.data.turn_ends import control_ends, past_end_note, stop_token_ids
 from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
 from trainer.config.train import TrainConfig
-from trainer.config.training import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
-from trainer.policy.model import check_files
-from trainer.run.base_model import build_base_model
-from trainer.run.model_check import find_model
-from trainer.run.smollm2 import build_smollm2
-from trainer.run.task_check import (
+from trainer.config.training import HFModelConfig
+from trainer.models.resolve import compare_files, resolve_critic, resolve_model
+from trainer.rundir.cache import Progress
+from trainer.rundir.checkpoint import RunState
+from trainer.rundir.model_mark import model_mark
+from trainer.rundir.resume import other_model
+from trainer.rundir.run_dir import StartError, write_whole
+from trainer.start.task_check import (
     context_problems,
     data_judgement,
     trial_problems,
     vocabulary_problems,
     vocabulary_size,
 )
-from trainer.rundir.cache import Progress
-from trainer.rundir.checkpoint import RunState
-from trainer.rundir.model_mark import model_mark
-from trainer.rundir.resume import other_model
-from trainer.rundir.run_dir import StartError, write_whole
-from trainer.rundir.text import counted
+from trainer.text.plain import counted
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
 
@@ -57,73 +51,6 @@ class Task:
     """Token with which the chat template ends an answer, if no response ends there."""
     model_mark: str | None = None
     """Tells the weights of the model apart from others; None of a model that Parity makes and trains as a whole."""
-
-
-def resolve_model(config: TrainConfig, *, progress: Progress) -> Path:
-    """The model as a local directory: built, converted, found, or fetched from the hub at its pinned revision."""
-    _hide_bars()
-    model = config.model
-    if isinstance(model, ArithmeticModelConfig):
-        return build_base_model(model, progress=progress)
-    if isinstance(model, SmolLM2ModelConfig):
-        return build_smollm2(progress=progress)
-    if not isinstance(model, HFModelConfig):
-        raise ValueError(f"model={model.kind!r} is unknown; use model=hf, model=smollm2 or model=arithmetic")
-    return _directory("model.path", model.path, model.revision)
-
-
-def _hide_bars() -> None:
-    """Let transformers draw no bars while it reads and writes files of this machine; downloads keep theirs."""
-    shows_downloads = not are_progress_bars_disabled()
-    transformers_logging.disable_progress_bar()  # of downloads too
-    if shows_downloads:
-        enable_progress_bars()
-
-
-def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """The model that a critic starts from as a local directory: that of the policy if the config names no other.
-
-    Raises StartError if it has another vocabulary than the policy, whose tokens it must read.
-    """
-    critic = config.critic
-    if critic.path is None:
-        return model_path
-    path = _directory("critic.path", critic.path, None)
-    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-        rule = f"must have the vocabulary of the policy ({model_path})"
-        remedy = "Use a model of the same family, or null for that of the policy."
-        raise StartError(Problem(key="critic.path", rule=rule, value=critic.path, remedy=remedy))
-    return path
-
-
-def _directory(key: str, path: str, revision: str | None) -> Path:
-    """A local directory as it is, anything else fetched from the hub. Raises StartError that names the `key`."""
-    directory = Path(path)
-    try:
-        if not directory.is_dir():
-            limit_silence()
-            directory = Path(fetch_model(path, revision=revision))
-    except (OSError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        rule = "must be a directory or a repository of the hub that can be read"
-        remedy = f"There is no such directory here, and the hub says {reason}"
-        raise StartError(Problem(key=key, rule=rule, value=path, remedy=remedy)) from error
-    # A model of the hub is here only now, and the files of another may have been changed since the run began.
-    if isinstance(found := find_model(key, str(directory), None), Problem):
-        raise StartError(found)
-    return directory
-
-
-def _compare_files(key: str, model_path: Path) -> None:
-    """Raise StartError, naming `key`, if the files of the model do not hold what its config.json describes."""
-    try:
-        check_files(model_path)
-    except Exception as error:  # transformers raises whatever its checks of a config.json raise
-        reason = " ".join(str(error).split())
-        if "does not recognize this architecture" in reason:  # its advice is to install another transformers
-            reason = "transformers has no model of its model_type, and code that comes with a model is never run."
-        rule = "must hold the weights of the model that its config.json describes"
-        raise StartError(Problem(key=key, rule=rule, value=str(model_path), remedy=reason)) from error
 
 
 def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | None = None) -> Task:
@@ -148,7 +75,7 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         rule = "must hold a tokenizer that can be read"
         raise StartError(Problem(key=key, rule=rule, value=str(model_path), remedy=reason)) from error
     if not trains or isinstance(config.model, HFModelConfig):
-        _compare_files(key, model_path)
+        compare_files(key, model_path)
     past_end = dataset.turn_end if dataset.turn_end not in stop_ids else None
     if past_end is not None:
         dataset.notes.append(past_end_note(past_end, tokenizer))

@@ -1,1 +1,1 @@
-"""The files of a run directory: checkpoints, dumps, provenance and events, and the end and resumption of a run."""
+"""The files of a run directory: checkpoints, dumps, rows, provenance and events, and what a resume reads."""

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollout.processes.child_process import printed
-from trainer.rundir.redact import redact_text
-from trainer.rundir.text import printable, size
+from trainer.text.plain import printable, size
+from trainer.text.redact import redact_text
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import yaml
 
 from trainer.config.paths import MAIN_CONFIG
 from trainer.config.train import GROUPS, TrainConfig
-from trainer.rundir.redact import redact, redact_argv
+from trainer.text.redact import redact, redact_argv
 
 PACKAGES = (
     "parity-rl", "torch", "transformers", "sglang", "ray", "accelerate", "datasets", "hydra-core", "omegaconf",

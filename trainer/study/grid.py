@@ -19,7 +19,7 @@ from trainer.compose.keys import field_names
 from trainer.compose.overrides import parse
 from trainer.compose.session import hydra_session
 from trainer.config.train import TrainConfig
-from trainer.run.start import start_problems
+from trainer.start.checks import start_problems
 from trainer.study.config import StudyConfig, precision_words
 
 _OWNED = {

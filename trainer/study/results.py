@@ -22,8 +22,8 @@ from trainer.report.spec import Chart
 from trainer.rundir.provenance import config_document
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import CONFIG_FILE, METRICS_FILE, completed_steps, has_checkpoint, is_run
-from trainer.rundir.yaml_text import load_yaml
 from trainer.study.grid import Cell, Study
+from trainer.text.yaml_text import load_yaml
 
 logger = logging.getLogger(__name__)
 

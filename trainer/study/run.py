@@ -20,14 +20,14 @@ from rollout.processes.child_process import python_module
 from trainer.compose.outcome import DONE, NOTHING_STARTED
 from trainer.compose.overrides import directory_override
 from trainer.config.outputs import WANDB_RUN_GROUP
+from trainer.ending.termination import GO_ON, termination_requests
+from trainer.ending.time_limit import job_variable
 from trainer.limits.machine import Machine
-from trainer.rundir.redact import redact_text
 from trainer.rundir.run_dir import logged_step
-from trainer.rundir.termination import GO_ON, termination_requests
-from trainer.rundir.text import duration, to_stderr
-from trainer.rundir.time_limit import job_variable
 from trainer.study.grid import Cell, Study
 from trainer.study.results import LOGS, CellRecord, Stage, make_way, stage_of
+from trainer.text.plain import duration, to_stderr
+from trainer.text.redact import redact_text
 
 _POLL_S = 0.3
 _KILL_S = 60.0

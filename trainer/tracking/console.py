@@ -22,7 +22,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from trainer.rundir.text import printable
+from trainer.text.plain import printable
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ from typing import Concatenate, ParamSpec, TextIO
 from algorithms.histograms import HistogramArrays
 from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
+from trainer.ending.termination import RunTerminated, StoppedByGuard
 from trainer.rundir.checkpoint import RunState, set_later_aside
 from trainer.rundir.events import Event, Severity, events_of_row
 from trainer.rundir.provenance import config_document, config_record, environment_record, group_choices
@@ -55,8 +56,7 @@ from trainer.rundir.run_dir import (
     take_directory,
     write_whole,
 )
-from trainer.rundir.termination import RunTerminated, StoppedByGuard
-from trainer.rundir.text import counted
+from trainer.text.plain import counted
 from trainer.tracking.console import Console
 from trainer.tracking.samples import SampleRow, select_rows
 from trainer.tracking.tensorboard_sink import TensorBoardSink

@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.config.outputs import WANDB_NAME, WANDB_RUN_GROUP, WANDB_RUN_ID, TrackingConfig
-from trainer.rundir.redact import redact
 from trainer.rundir.run_dir import write_whole
+from trainer.text.redact import redact
 
 logger = logging.getLogger(__name__)
 

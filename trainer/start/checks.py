@@ -19,14 +19,14 @@ from trainer.compose.compose import Resolution
 from trainer.config.outputs import WANDB_RUN_ID, WandbMode
 from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
+from trainer.ending.time_limit import job_problems
 from trainer.limits.machine import this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
-from trainer.run.task_check import missing_model_problems, task_problems
 from trainer.rundir.checkpoint import newest_state
 from trainer.rundir.resume import begins, other_run, source_problems
 from trainer.rundir.run_dir import ENVIRONMENT_FILE, is_run, lock_holder, steps_taken, unusable_problem
 from trainer.rundir.sealed import SealError
-from trainer.rundir.time_limit import job_problems
+from trainer.start.task_check import missing_model_problems, task_problems
 
 WANDB_MODE = "WANDB_MODE"
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")

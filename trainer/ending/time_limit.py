@@ -14,8 +14,8 @@ from datetime import datetime
 
 from algorithms.config import Problem
 from trainer.config.train import TrainConfig
-from trainer.rundir.termination import GO_ON, RunTerminated
-from trainer.rundir.text import duration
+from trainer.ending.termination import GO_ON, RunTerminated
+from trainer.text.plain import duration
 
 VARIABLES = ("PARITY_DEADLINE", "SLURM_JOB_END_TIME")
 """Environment variables with the Unix time in seconds at which the job is killed; the first that is set counts."""

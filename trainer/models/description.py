@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from rollout.weights.packing import dtype_name
-from trainer.run.model_check import CONFIG_FILE, EOS_KEY, GENERATION_FILE
+from trainer.models.directory import CONFIG_FILE, EOS_KEY, GENERATION_FILE
 
 DTYPE_KEYS = ("torch_dtype", "dtype")
 """The type of the weights, as transformers before 4.56 reads it, and as it is written since."""
@@ -34,7 +34,7 @@ def copy_description(source: Path, target: Path, *, dtype: torch.dtype, stop_ids
 
     Every other field stays as it is, and a file without a change is copied. `stop_ids` are the tokens that end a
     response: generate() stops at those in generation_config.json, which is written also if `source` has none; an engine
-    may read those in config.json too. The files must be readable: see `broken_file` in trainer/run/model_check.py.
+    may read those in config.json too. The files must be readable: see `broken_file` in trainer/models/directory.py.
     """
     of_weights = {key: dtype_name(dtype) for key in DTYPE_KEYS}
     described = _read(source / CONFIG_FILE)

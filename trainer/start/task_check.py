@@ -1,6 +1,6 @@
 """Problems of model, data, reward and machine that would end a run, found before torch or transformers is imported.
 
-`trainer/run/start.py` asks for them, for `--dry-run` and for the run alike. What only a tokenizer shows is found by
+`trainer/start/checks.py` asks for them, for `--dry-run` and for the run alike. What only a tokenizer shows is found by
 `load_task` (trainer/run/task.py), before anything is started or written.
 """
 
@@ -29,10 +29,10 @@ from trainer.limits.adapter_shape import chosen_layers, linear_shapes
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.limits.model_shape import UnknownShapeError, text_part
-from trainer.run.model_check import described, find_model
+from trainer.models.directory import described, find_model
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.run_dir import unusable_problem
-from trainer.rundir.text import size
+from trainer.text.plain import size
 
 logger = logging.getLogger(__name__)
 

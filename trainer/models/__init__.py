@@ -1,0 +1,1 @@
+"""Directories of models: found, fetched, made, checked, described and exported."""

@@ -1,0 +1,1 @@
+"""Text that a run writes: printable, without secrets, and YAML."""
