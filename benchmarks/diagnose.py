@@ -27,7 +27,7 @@ from trainer.compose.compose import resolve
 from trainer.config.paths import recipe_dir
 from trainer.diagnose.diagnosis import Diagnosis, Settings, diagnose
 from trainer.diagnose.evidence import evidence_of
-from trainer.diagnose.scorer import Scorer
+from trainer.diagnose.logprob_scorer import LogprobScorer
 from trainer.run.task import load_task
 
 RECIPES = {"demo": "arithmetic_grpo", "smollm2": "smollm2_grpo"}
@@ -65,7 +65,7 @@ def answer(made: Made) -> tuple[Diagnosis, float]:
         trainer_dtype=DType(bundle.metadata["trainer_dtype"]),
         engine_dtype=DType(bundle.metadata["rollout_dtype"]),
     )
-    scorer = Scorer(made.models, evidence_of(bundle, max_tokens=MAX_TOKENS))
+    scorer = LogprobScorer(made.models, evidence_of(bundle, max_tokens=MAX_TOKENS))
     found = diagnose(scorer, settings, progress=lambda text: None)
     return found, time.perf_counter() - begin
 

@@ -40,7 +40,7 @@ from rollout.torch.decoding import Batch
 from rollout.torch.kv_cache import SLOT_ATTENTION
 from rollout.torch.model import ExactDecoder
 from rollout.types import GenerateRequest, Sample, SamplingParams
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from trainer.batch.packing import micro_batch
 from trainer.config.training import ArithmeticModelConfig
 from trainer.models.base_model import build_base_model

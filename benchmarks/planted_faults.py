@@ -24,7 +24,7 @@ from rollout.torch.decoding import Batch
 from rollout.torch.kv_cache import SLOT_ATTENTION, Step
 from rollout.torch.model import Decoder, round_inputs
 from rollout.types import FinishReason, GenerateRequest, Sample, SamplingParams
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from rollout.weights.quantization import on_grid
 from trainer.batch.packing import micro_batch
 from trainer.batch.train_batch import MicroBatch

@@ -9,7 +9,7 @@ said so. Rounds alternate over all ways, in turn; the first rounds warm up and a
 --slow-repeats 0 leaves out all but memcpy and ours.
 
 memcpy                 every tensor copied once into memory that is there, in the sender, by one thread: the unit
-memcpy, n threads      the same by as many threads as ours has on either side (rollout.weights.packing.num_threads)
+memcpy, n threads      the same by as many threads as ours has on either side (`num_threads` of packed_weights.py)
 ours                   publish: copy into shared memory with a digest per tensor; receiver: every digest made again and
                        compared, names checked, tensors used where they lie (as rollout/torch/engine.py on a CPU)
 ours, without digests  the same with digests that cost nothing (for this table only: a run always verifies)
@@ -52,9 +52,9 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
-import rollout.weights.packing
+import rollout.weights.packed_weights
 from rollout.types import SharedWeights
-from rollout.weights.packing import TensorShape, check_weights, num_bytes_of, num_threads, plan_packing, unpack
+from rollout.weights.packed_weights import TensorShape, check_weights, num_bytes_of, num_threads, plan_packing, unpack
 from rollout.weights.shared_weights import WeightPublisher, WeightReader
 
 Tensors = dict[str, torch.Tensor]
@@ -76,12 +76,12 @@ class NoDigest:
 @contextmanager
 def without_digests() -> Iterator[None]:
     """All digests of this process agree inside the block, and cost nothing."""
-    digest = rollout.weights.packing.xxhash.xxh3_64
-    rollout.weights.packing.xxhash.xxh3_64 = NoDigest  # type: ignore[misc, assignment]
+    digest = rollout.weights.packed_weights.xxhash.xxh3_64
+    rollout.weights.packed_weights.xxhash.xxh3_64 = NoDigest  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        rollout.weights.packing.xxhash.xxh3_64 = digest  # type: ignore[misc]
+        rollout.weights.packed_weights.xxhash.xxh3_64 = digest  # type: ignore[misc]
 
 
 def qwen2_tensors(num_layers: int) -> Tensors:

@@ -15,7 +15,7 @@ from gpu_check.attention_fit import description, missing_arguments
 from gpu_check.host import NEEDS_CUDA, Host, rate
 from gpu_check.rows import Row, judged, not_run, noted
 from rollout.sglang.fusing import tile_digest
-from rollout.weights.packing import tensor_digest
+from rollout.weights.packed_weights import tensor_digest
 from rollout.weights.shared_weights import WeightRegion
 from trainer.limits.ceilings import measure
 from trainer.rundir.provenance import tool_output

@@ -23,7 +23,7 @@ from rollout.engine import EngineError, WeightSyncError
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.installation import ServerNeeds
 from rollout.types import GenerateRequest, PackedWeights, SamplingParams
-from rollout.weights.packing import TensorShape
+from rollout.weights.packed_weights import TensorShape
 from rollout.weights.shared_weights import WeightPublisher, WeightReader
 
 START_TIMEOUT_S = 1200.0

@@ -24,7 +24,7 @@ from rollout.config import Quantization
 from rollout.engine import WeightSyncError
 from rollout.sglang.fusing import finished, tile_digest
 from rollout.types import PackedWeights, SharedWeights, WeightLayout
-from rollout.weights.packing import check_weights, unpack
+from rollout.weights.packed_weights import check_weights, unpack
 from rollout.weights.shared_weights import MappedRegion, WeightReader
 from trainer.policy.model import full_tensors
 

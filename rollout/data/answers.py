@@ -148,7 +148,7 @@ def _value(written: str) -> Decimal | None:
 
 
 def marked_number(response: str) -> str | None:
-    """The number directly after the last "####" of the response's end; see `rollout/rewards/rules.py`, gsm8k.
+    """The number directly after the last "####" of the response's end; see `rollout/rewards/answer_rules.py`, gsm8k.
 
     Signs of currency, thousands commas and ornaments around the number are removed. Source: the format of GSM8K (Cobbe
     et al., arXiv:2110.14168).

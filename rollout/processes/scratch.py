@@ -1,6 +1,6 @@
 """Traces of one server on the machine: a private temporary directory and named shared memory.
 
-`rollout/sglang/server.py` makes a `Scratch` per server, `trainer/cluster/session.py` one for Ray; both remove it.
+`rollout/sglang/server.py` makes a `Scratch` per server, `trainer/cluster/ray_session.py` one for Ray; both remove it.
 A process killed with SIGKILL removes nothing, so the next server of the kind to start removes the traces of killed
 owners.
 """

@@ -4,8 +4,8 @@
 `rollout/collect/evaluate.py` call the `Scorer`.
 """
 
+from rollout.rewards.answer_rules import RULES
 from rollout.rewards.references import judgement, unusable_references
-from rollout.rewards.rules import RULES
 from rollout.rewards.scorer import RewardError, Scorer, ScoreStats, try_reward
 from rollout.rewards.votes import Vote
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rollout.data.data_files import plain_text
 from rollout.processes.custom_code import function_problem, is_custom
-from rollout.rewards.rules import RULES
+from rollout.rewards.answer_rules import RULES
 from rollout.rewards.votes import Vote, merged_votes
 from rollout.rewards.workers import POLL_S, Judgment, judged, reward_pool
 from rollout.task_config import RewardConfig, most_failed

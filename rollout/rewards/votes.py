@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rollout.data.answers import plain_number, to_number
-from rollout.rewards.rules import RULES
+from rollout.rewards.answer_rules import RULES
 from rollout.rewards.workers import is_correct, judged
 from rollout.task_config import RewardConfig
 

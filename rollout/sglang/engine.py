@@ -44,7 +44,7 @@ from rollout.sglang.weight_update import ADAPTER_NAME, CACHE_TAGS, WEIGHT_TAGS, 
 from rollout.types import Completion, GenerateRequest, PackedWeights
 from rollout.weights.adapter import A_SENT, B_SENT
 from rollout.weights.files import tensor_shapes
-from rollout.weights.packing import DTYPES, check_weights
+from rollout.weights.packed_weights import DTYPES, check_weights
 
 INFO_TIMEOUT_S = 30.0
 CONTEXT_MARGIN = 4

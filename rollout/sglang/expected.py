@@ -22,7 +22,7 @@ from rollout.sglang.fusing import DIGESTS, Fusion, Share, finished, plan_fusion,
 from rollout.sglang.quantized import held_pieces, parts_of, plan_quantized
 from rollout.types import WeightLayout
 from rollout.weights.adapter import A_SENT, B_SENT
-from rollout.weights.packing import listed, num_threads
+from rollout.weights.packed_weights import listed, num_threads
 
 
 def fusion_of(layout: WeightLayout, *, sent: Iterable[str]) -> Fusion:

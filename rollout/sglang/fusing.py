@@ -16,7 +16,7 @@ import torch
 
 from rollout.sglang.stacked import STACKED
 from rollout.weights.adapter import A_SENT, B_SENT, last_part
-from rollout.weights.packing import listed
+from rollout.weights.packed_weights import listed
 
 VOCABULARY_PARAMETERS = ("embed_tokens.weight", "lm_head.weight")
 VOCABULARY_MULTIPLE = 64

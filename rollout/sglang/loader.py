@@ -19,7 +19,7 @@ from rollout.sglang.adapter_server import load_adapter
 from rollout.sglang.fusing import COLUMN_SPLIT
 from rollout.sglang.quantized import open_layers
 from rollout.types import RegionAddress
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from rollout.weights.registered import uses_cuda
 from rollout.weights.shared_weights import MappedRegion
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from rollout.config import EngineConfig, Quantization
 from rollout.sglang.fusing import Fusion, FusionError, Share, plan_fusion
 from rollout.types import WeightLayout
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from rollout.weights.quantization import GRIDS, SCALES, Quantized, dequantize, is_projection, scale_name
 
 BLOCK = 128

@@ -27,7 +27,7 @@ from rollout.sglang.fusing import EMBEDDING_NAME, TIED_NAME, FusionError
 from rollout.sglang.loader import LOADER
 from rollout.types import AdapterSpec, PackedWeights, TensorSpec, WeightLayout
 from rollout.weights.adapter import last_part
-from rollout.weights.packing import check_weights, content_mark, dtype_name, split, unpack
+from rollout.weights.packed_weights import check_weights, content_mark, dtype_name, split, unpack
 from rollout.weights.shared_weights import WeightRegion
 
 CLOSE_TIMEOUT_S = 30.0

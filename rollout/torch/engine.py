@@ -26,7 +26,15 @@ from rollout.torch.model_limits import altered_logits
 from rollout.torch.onednn_linear import use_fast_products
 from rollout.types import AdapterSpec, Completion, GenerateRequest, PackedWeights
 from rollout.weights.adapter import add_adapter, is_adapter, name_without_adapter, sent_name
-from rollout.weights.packing import DTYPES, check_weights, content_mark, dtype_name, listed, tensor_digest, unpack
+from rollout.weights.packed_weights import (
+    DTYPES,
+    check_weights,
+    content_mark,
+    dtype_name,
+    listed,
+    tensor_digest,
+    unpack,
+)
 
 STOP_TIMEOUT_S = 10.0
 """Seconds of waiting for the current token when the engine is stopped or put to sleep."""

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from rollout.config import EngineConfig, Quantization
 from rollout.types import QuantizationReport, SharedWeights
-from rollout.weights.packing import DTYPES, TensorShape, Watcher
+from rollout.weights.packed_weights import DTYPES, TensorShape, Watcher
 from rollout.weights.shared_weights import WeightPublisher
 
 PROJECTION = re.compile(r"\.layers\.\d+\..*_proj\.weight$")

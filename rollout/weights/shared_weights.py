@@ -34,7 +34,7 @@ from torch import Tensor
 
 from rollout.engine import WeightSyncError
 from rollout.types import PackedWeights, RegionAddress, SharedWeights
-from rollout.weights.packing import DTYPES, TensorShape, Watcher, num_bytes_of, plan_packing, write_tensors
+from rollout.weights.packed_weights import DTYPES, TensorShape, Watcher, num_bytes_of, plan_packing, write_tensors
 from rollout.weights.registered import Registration, uses_cuda
 
 HEADER = struct.Struct("<16s16sq")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cluster.session import ray_session
+from trainer.cluster.ray_session import ray_session
 
 
 @pytest.fixture(scope="module")

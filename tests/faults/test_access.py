@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as Machines
 
-from trainer.cluster.session import TOKEN_VARIABLE, ray_session
+from trainer.cluster.ray_session import TOKEN_VARIABLE, ray_session
 from trainer.rundir import run_dir
 from trainer.rundir.run_dir import lock_directory, release_directory, write_whole
 

@@ -12,7 +12,7 @@ from policy_cases import make_config, save_policy
 
 from rollout.group.actor_calls import LostWorkerError, cause_of_death
 from trainer.cluster.placement import Cluster
-from trainer.cluster.session import DEATH_OF_A_WORKER, ray_session
+from trainer.cluster.ray_session import DEATH_OF_A_WORKER, ray_session
 
 
 @pytest.fixture

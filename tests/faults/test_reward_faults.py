@@ -15,8 +15,8 @@ import pytest
 
 from rollout.processes.child_process import ENVIRONMENT_NAMES
 from rollout.rewards import RewardError, Scorer
+from rollout.rewards.answer_rules import RULES
 from rollout.rewards.custom import RESERVED_METRICS, Calling, CustomReward
-from rollout.rewards.rules import RULES
 from rollout.task_config import RewardConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from rollout.user_code.pool import Failure, UserCodeError

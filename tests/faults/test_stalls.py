@@ -20,13 +20,13 @@ from test_packing import pack_samples
 from rollout.group.actor_calls import LostWorkerError, WorkerError
 from rollout.group.engine_group import EngineGroup
 from rollout.processes.stacks import STACKS_FILE
-from rollout.weights.packing import unpack
+from rollout.weights.packed_weights import unpack
 from rollout.weights.shared_weights import copy_of
 from trainer.batch.train_batch import TrainBatch
 from trainer.cluster import watchdog
 from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup
-from trainer.cluster.session import ray_session
+from trainer.cluster.ray_session import ray_session
 from trainer.cluster.watchdog import StalledError, Watchdog, place, suspects
 
 Sides = tuple[PolicyGroup, EngineGroup, Path]

@@ -17,7 +17,7 @@ from policy_cases import make_config, save_policy
 from trainer.cluster import deadline
 from trainer.cluster.bundles import PlacementError
 from trainer.cluster.placement import Cluster
-from trainer.cluster.session import ray_session
+from trainer.cluster.ray_session import ray_session
 from trainer.config.training import ClusterConfig
 
 

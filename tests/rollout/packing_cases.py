@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.types import PackedWeights
-from rollout.weights.packing import TensorShape, num_bytes_of, plan_packing, write_tensors
+from rollout.weights.packed_weights import TensorShape, num_bytes_of, plan_packing, write_tensors
 
 
 def pack(named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, dtype: torch.dtype) -> PackedWeights:

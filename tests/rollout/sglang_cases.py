@@ -24,7 +24,7 @@ from rollout.sglang.external import ADMIN_API_KEY, API_KEY
 from rollout.sglang.replies import body_of
 from rollout.sglang.server import SGLangServer
 from rollout.types import GenerateRequest, Generation, PackedWeights, SamplingParams
-from rollout.weights.packing import TensorShape
+from rollout.weights.packed_weights import TensorShape
 from rollout.weights.shared_weights import WeightPublisher
 from trainer.run.probe import judge, rounding_tolerance
 

@@ -18,7 +18,7 @@ from rollout.data.answers import (
     normalise,
     stated,
 )
-from rollout.rewards.rules import RULES
+from rollout.rewards.answer_rules import RULES
 
 
 @pytest.mark.parametrize(

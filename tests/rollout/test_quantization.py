@@ -16,7 +16,7 @@ from rollout.engine import WeightSyncError
 from rollout.torch.engine import TorchEngine
 from rollout.torch.model import per_group_fp8, per_token_int8, round_inputs
 from rollout.types import GenerateRequest, SamplingParams, SharedWeights
-from rollout.weights.packing import DTYPES, TensorShape, unpack
+from rollout.weights.packed_weights import DTYPES, TensorShape, unpack
 from rollout.weights.quantization import (
     GRIDS,
     check_projections,

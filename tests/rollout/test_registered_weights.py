@@ -15,7 +15,7 @@ import torch
 
 from rollout.sglang import loader
 from rollout.types import SharedWeights
-from rollout.weights.packing import TensorShape
+from rollout.weights.packed_weights import TensorShape
 from rollout.weights.shared_weights import WeightPublisher
 
 

@@ -19,7 +19,7 @@ from rollout.sglang.expected import ExpectedDigests
 from rollout.sglang.fusing import FusionError, Share, plan_fusion, tile_digest
 from rollout.sglang.loader import _views
 from rollout.types import WeightLayout
-from rollout.weights.packing import dtype_name
+from rollout.weights.packed_weights import dtype_name
 
 LAYER = "model.layers.0."
 HF_NAMES = [

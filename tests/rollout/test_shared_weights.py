@@ -21,7 +21,7 @@ import torch
 
 from rollout.engine import WeightSyncError
 from rollout.types import SharedWeights
-from rollout.weights.packing import TensorShape, check_weights, tensor_digest, unpack
+from rollout.weights.packed_weights import TensorShape, check_weights, tensor_digest, unpack
 from rollout.weights.shared_weights import (
     DATA_START,
     MAX_REGIONS,
@@ -224,7 +224,7 @@ CHILD = """
     sys.path.insert(0, {tests!r})
     from test_shared_weights import make_publisher, publish
     from rollout.weights.shared_weights import WeightReader
-    from rollout.weights.packing import check_weights
+    from rollout.weights.packed_weights import check_weights
 
     role, directory = sys.argv[1], Path(sys.argv[2])
     if role == "trainer":

@@ -17,7 +17,7 @@ from rollout.engine import EngineError, WeightSyncError
 from rollout.group.worker import EngineSetup, RolloutWorker
 from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
-from rollout.weights.packing import TensorShape
+from rollout.weights.packed_weights import TensorShape
 from rollout.weights.shared_weights import WeightPublisher, WeightReader
 
 TOLERANCE = 1e-5

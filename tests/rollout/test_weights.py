@@ -14,9 +14,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rollout.weights.packing
+import rollout.weights.packed_weights
 from rollout.engine import WeightSyncError
-from rollout.weights.packing import (
+from rollout.weights.packed_weights import (
     ALIGNMENT,
     MAX_THREADS,
     TensorShape,
@@ -161,13 +161,13 @@ def test_packing_refuses_what_cannot_travel():
 
 @pytest.mark.parametrize(("cores", "threads"), [({3}, 1), ({0, 5}, 2), (set(range(64)), MAX_THREADS)])
 def test_threads_are_those_of_the_cores_that_the_process_may_use(monkeypatch, cores, threads):
-    monkeypatch.setattr(rollout.weights.packing.os, "sched_getaffinity", lambda _: cores)
+    monkeypatch.setattr(rollout.weights.packed_weights.os, "sched_getaffinity", lambda _: cores)
     assert num_threads() == threads
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_any_number_of_threads_digests_and_checks_every_tensor(monkeypatch, number):
-    monkeypatch.setattr(rollout.weights.packing, "num_threads", lambda: number)
+    monkeypatch.setattr(rollout.weights.packed_weights, "num_threads", lambda: number)
     tensors = {f"t{i}": torch.arange(i, i + 1 + i % 7) for i in range(60)}
     packed = pack(tensors)
     check_weights(packed, held_version=0)
@@ -180,7 +180,7 @@ def test_any_number_of_threads_digests_and_checks_every_tensor(monkeypatch, numb
 
 
 def test_two_threads_digest_at_a_time(monkeypatch):
-    monkeypatch.setattr(rollout.weights.packing, "num_threads", lambda: 2)
+    monkeypatch.setattr(rollout.weights.packed_weights, "num_threads", lambda: 2)
     together = threading.Barrier(2)
     digest = xxhash.xxh3_64
 
@@ -195,7 +195,7 @@ def test_two_threads_digest_at_a_time(monkeypatch):
         def hexdigest(self):
             return self.digest.hexdigest()
 
-    monkeypatch.setattr(rollout.weights.packing.xxhash, "xxh3_64", Digest)
+    monkeypatch.setattr(rollout.weights.packed_weights.xxhash, "xxh3_64", Digest)
     check_weights(pack({"a": torch.ones(3), "b": torch.ones(4)}), held_version=0)
 
 

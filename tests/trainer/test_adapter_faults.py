@@ -24,7 +24,7 @@ from rollout.config import DType, Quantization, TorchEngineConfig
 from rollout.engine import WeightSyncError
 from rollout.types import PackedWeights, SharedWeights
 from rollout.weights.adapter import is_adapter, sent_name
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from rollout.weights.shared_weights import DATA_START, copy_of
 from trainer.config.train import TrainConfig
 from trainer.config.training import LoraConfig

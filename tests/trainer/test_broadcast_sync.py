@@ -27,7 +27,7 @@ from rollout.types import SharedWeights
 from trainer.cluster.model_places import ModelPlaceError, model_places
 from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup, _same_weights
-from trainer.cluster.session import ray_session
+from trainer.cluster.ray_session import ray_session
 from trainer.cluster.weight_sync import sync_weights, to_other_nodes
 from trainer.config.training import LoraConfig
 from trainer.limits.adapter_shape import sent_adapter

@@ -26,9 +26,9 @@ from rollout.group.group_member import Health
 from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, SharedWeights
-from rollout.weights.packing import TensorShape
+from rollout.weights.packed_weights import TensorShape
 from rollout.weights.shared_weights import WeightPublisher
-from trainer.cluster.session import ray_session
+from trainer.cluster.ray_session import ray_session
 
 pytestmark = pytest.mark.slow
 

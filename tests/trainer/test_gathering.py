@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.config import DType, EngineConfig, Quantization, SGLangConfig, TorchEngineConfig
 from rollout.types import PackedWeights
-from rollout.weights.packing import TensorShape
+from rollout.weights.packed_weights import TensorShape
 from rollout.weights.quantization import weight_publisher
 from rollout.weights.shared_weights import copy_of
 from trainer.policy.model import load_causal_lm

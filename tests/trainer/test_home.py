@@ -21,9 +21,9 @@ from trainer.cli.doctor import _cache
 from trainer.cli.words import given_words
 from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import resolve
+from trainer.compose.hydra_session import hydra_session
 from trainer.compose.overrides import parse, quoted_home
 from trainer.compose.read import read_own_keys
-from trainer.compose.session import hydra_session
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.provenance import config_document

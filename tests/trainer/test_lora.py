@@ -35,7 +35,7 @@ from rollout.data.dataset import StreamState
 from rollout.types import Sample
 from rollout.weights.adapter import is_adapter
 from rollout.weights.files import tensor_shapes as stored_shapes
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig, LoraConfig, SmolLM2ModelConfig
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes, stored_linear_shapes

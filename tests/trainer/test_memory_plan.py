@@ -18,8 +18,8 @@ from rollout.config import DType, SGLangConfig, TorchEngineConfig
 from rollout.sglang.installation import ServerNeeds, server_args, server_environment, shared_gpu_args
 from rollout.task_config import ArithmeticDataConfig
 from trainer.batch.packing import micro_batch
+from trainer.config.conflicts import sharing_problems
 from trainer.config.outputs import CheckpointConfig
-from trainer.config.rules import sharing_problems
 from trainer.config.train import TrainConfig
 from trainer.config.training import (
     ArithmeticModelConfig,

@@ -35,7 +35,7 @@ from rollout.config import DType, EngineConfig, Quantization, SamplingConfig, SG
 from rollout.engine import WeightSyncError
 from rollout.group.engine_group import EngineGroup
 from rollout.types import GenerateRequest, Sample
-from rollout.weights.packing import tensor_digest, unpack
+from rollout.weights.packed_weights import tensor_digest, unpack
 from rollout.weights.shared_weights import copy_of
 from trainer.batch.packing import micro_batch
 from trainer.batch.train_batch import MicroBatch
@@ -43,7 +43,7 @@ from trainer.cluster import placement
 from trainer.cluster.bundles import PlacementError
 from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup
-from trainer.cluster.session import ray_session
+from trainer.cluster.ray_session import ray_session
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.train import TrainConfig
 from trainer.config.training import ClusterConfig, OptimConfig, Residency

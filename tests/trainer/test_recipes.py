@@ -22,7 +22,7 @@ from rollout.config import Quantization
 from trainer.cli.plan import render_plan
 from trainer.compose.catalog import RecipeCard, find_recipe, read_card, recipe_files
 from trainer.compose.compose import resolve
-from trainer.compose.session import hydra_session
+from trainer.compose.hydra_session import hydra_session
 from trainer.config.paths import config_dir, recipe_dir
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.config.training import HFModelConfig

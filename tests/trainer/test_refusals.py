@@ -8,8 +8,8 @@ import pytest
 from compose_cases import messages, own_recipe, resolved
 
 from trainer.compose.compose import resolve
+from trainer.compose.hydra_session import empty_root, plain
 from trainer.compose.read import build_config, read_own_keys
-from trainer.compose.session import empty_root, plain
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.start.checks import start_problems
 from trainer.study.config import StudyConfig

@@ -13,8 +13,8 @@ from rollout.config import DType, Quantization
 from trainer.diagnose.case import Case, misfit
 from trainer.diagnose.diagnosis import Diagnosis, Settings, diagnose
 from trainer.diagnose.evidence import evidence_of
+from trainer.diagnose.logprob_scorer import LogprobScorer
 from trainer.diagnose.rungs import rounded_activations
-from trainer.diagnose.scorer import Scorer
 from trainer.diagnose.scoring import Scoring
 from trainer.replay.bundle import Bundle
 
@@ -42,8 +42,8 @@ def bundle_of(engine: Tensor | None, trainer: Tensor | None) -> Bundle:
     )
 
 
-def scorer_of(path: Path, engine: Tensor | None = None, trainer: Tensor | None = None) -> Scorer:
-    return Scorer([path], evidence_of(bundle_of(engine, trainer), max_tokens=TOKENS))
+def scorer_of(path: Path, engine: Tensor | None = None, trainer: Tensor | None = None) -> LogprobScorer:
+    return LogprobScorer([path], evidence_of(bundle_of(engine, trainer), max_tokens=TOKENS))
 
 
 def in_float16(kind: Quantization) -> Scoring:

@@ -230,14 +230,14 @@ def _one_more_step(run_dir: Path, directory: Path) -> tuple[str, int]:
 def _diagnosed(arguments: Arguments, bundle: Bundle, models: Sequence[Path]) -> Diagnosis:
     from trainer.diagnose.diagnosis import diagnose
     from trainer.diagnose.evidence import evidence_of
-    from trainer.diagnose.scorer import Scorer
+    from trainer.diagnose.logprob_scorer import LogprobScorer
     from trainer.diagnose.sources import settings_of
     from trainer.diagnose.without_model import diagnose_numbers
 
     evidence = evidence_of(bundle, max_tokens=arguments.tokens)
     if not models or not evidence.can_be_read:
         return diagnose_numbers(evidence)
-    scorer = Scorer(models, evidence, device=arguments.device)
+    scorer = LogprobScorer(models, evidence, device=arguments.device)
     settings = settings_of(bundle.metadata, arguments.given)
     return diagnose(scorer, settings, progress=lambda text: to_stderr(f"{NAME}: {text}\n"))
 
@@ -245,8 +245,8 @@ def _diagnosed(arguments: Arguments, bundle: Bundle, models: Sequence[Path]) -> 
 def _written(arguments: Arguments, make: Callable[[], Diagnosis]) -> int:
     """Make the diagnosis, print it and write its files."""
     from trainer.cli.job import failed
+    from trainer.diagnose.logprob_scorer import OtherWeightsError
     from trainer.diagnose.results import facts, part_rows, write_diagnosis
-    from trainer.diagnose.scorer import OtherWeightsError
     from trainer.replay.bundle import BundleError
     from trainer.report.page import write_report
 

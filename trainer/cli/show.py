@@ -14,8 +14,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from trainer.compose.hydra_session import VERSION_BASE, register
 from trainer.compose.overrides import as_hydra_reads, recipe_override
-from trainer.compose.session import VERSION_BASE, register
 from trainer.text.plain import to_stderr
 
 

@@ -1,6 +1,6 @@
 """Reserve all resources of a run at once, and spawn the workers in their places.
 
-`trainer/cluster/bundles.py` knows who is where, `trainer/cluster/session.py` starts or joins Ray.
+`trainer/cluster/bundles.py` knows who is where, `trainer/cluster/ray_session.py` starts or joins Ray.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer.cluster.bundles import Place, PlacementError, bundle_places, requir
 from trainer.cluster.deadline import ray_answer
 from trainer.cluster.model_places import model_places
 from trainer.cluster.policy_group import PolicyGroup
-from trainer.cluster.session import ray_session
+from trainer.cluster.ray_session import ray_session
 from trainer.config.train import TrainConfig
 from trainer.limits.machine import CPUS_PER_WORKER
 from trainer.limits.memory_plan import may_take_turns, memory_plan

@@ -27,11 +27,11 @@ from yaml import YAMLError
 from algorithms.config import NOT_SET, Problem
 from trainer.compose.catalog import recipe_files, recipe_name
 from trainer.compose.home import expand_homes
+from trainer.compose.hydra_session import SCHEMA, hydra_session
 from trainer.compose.keys import field_names, nearest
 from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_override
 from trainer.compose.read import HYDRA_KEY, build_config
 from trainer.compose.renamed import CHOICES
-from trainer.compose.session import SCHEMA, hydra_session
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
 from trainer.config.training import ModelConfig, RunConfig

@@ -1,7 +1,7 @@
 """TrainConfig: composes the component configs and checks the rules across components.
 
 Imports no torch, no Ray and no SGLang, so that the command line builds and checks a config in well under a second.
-`trainer/compose/session.py` registers the Hydra groups from the tables `GROUPS` and `PRESETS`.
+`trainer/compose/hydra_session.py` registers the Hydra groups from the tables `GROUPS` and `PRESETS`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ from rollout.config import (
 )
 from rollout.episodes.config import EpisodeConfig, episode_problems
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, RewardConfig
-from trainer.config.guard import GuardConfig, MismatchGuardConfig, NoGuardConfig, guard_problems
-from trainer.config.outputs import CheckpointConfig, DumpConfig, EvalConfig, TrackingConfig
-from trainer.config.rules import (
+from trainer.config.conflicts import (
     adapter_problems,
     advantage_problems,
     checkpoint_problems,
@@ -53,6 +51,8 @@ from trainer.config.rules import (
     sharing_problems,
     truncation_problems,
 )
+from trainer.config.guard import GuardConfig, MismatchGuardConfig, NoGuardConfig, guard_problems
+from trainer.config.outputs import CheckpointConfig, DumpConfig, EvalConfig, TrackingConfig
 from trainer.config.schedule import (
     BoundedScheduleConfig,
     OneStepOffScheduleConfig,

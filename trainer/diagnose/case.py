@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.diagnose.scorer import Scorer
+from trainer.diagnose.logprob_scorer import LogprobScorer
 from trainer.diagnose.scoring import Scoring
 
 LINEAR_FROM = 1.0
@@ -52,7 +52,7 @@ class Candidate:
 class Case:
     """Log-probs that are to be explained."""
 
-    scorer: Scorer
+    scorer: LogprobScorer
     target: Tensor
     """[R] float64, nats: those of the engine, or of the trainer."""
     mask: Tensor

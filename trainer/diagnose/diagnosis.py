@@ -17,8 +17,8 @@ from rollout.config import DType, Quantization
 from trainer.diagnose.case import Candidate, Case, misfit
 from trainer.diagnose.evidence import Evidence, k3_between
 from trainer.diagnose.ladder import NOISE, SOLVED, Explanation, explain
+from trainer.diagnose.logprob_scorer import LogprobScorer, OtherWeightsError
 from trainer.diagnose.rungs import fitted_temperature, other_orders, precision
-from trainer.diagnose.scorer import OtherWeightsError, Scorer
 from trainer.diagnose.scoring import Scoring
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Diagnosis:
         return tuple(part for part in self.parts if part.is_fault)
 
 
-def diagnose(scorer: Scorer, settings: Settings, *, progress: Callable[[str], None] = logger.info) -> Diagnosis:
+def diagnose(scorer: LogprobScorer, settings: Settings, *, progress: Callable[[str], None] = logger.info) -> Diagnosis:
     """Explain the evidence of `scorer`. `progress` is told what is tried.
 
     Raises OtherWeightsError if both sides agree with each other and not with the weights.
@@ -182,7 +182,7 @@ class _Walk:
     def __init__(
         self,
         evidence: Evidence,
-        scorer: Scorer,
+        scorer: LogprobScorer,
         settings: Settings,
         found: dict[str, Explanation],
         noises: dict[str, float],

@@ -1,7 +1,7 @@
 """How log-probs of given tokens come about: every choice that an engine or a trainer can make, or get wrong, as data.
 
 `Scoring()` is the definition: the model's own weights in float32, the whole response read at once. A possible cause of
-a mismatch is a `Scoring` with one thing changed; `scorer.py` computes it.
+a mismatch is a `Scoring` with one thing changed; `logprob_scorer.py` computes it.
 """
 
 from __future__ import annotations

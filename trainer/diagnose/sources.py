@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.config import DType, Quantization
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
 from trainer.diagnose.diagnosis import Settings

@@ -21,7 +21,7 @@ import torch
 
 from rollout.config import DType
 from rollout.torch.onednn_linear import linear
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.provenance import cpu_name, num_cores
 from trainer.rundir.run_dir import write_whole

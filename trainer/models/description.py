@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from rollout.weights.packing import dtype_name
+from rollout.weights.packed_weights import dtype_name
 from trainer.models.directory import CONFIG_FILE, EOS_KEY, GENERATION_FILE
 
 DTYPE_KEYS = ("torch_dtype", "dtype")

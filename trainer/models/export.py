@@ -25,7 +25,7 @@ from rollout.data.tokenizer import copy_tokenizer, load_tokenizer
 from rollout.data.turn_ends import stop_token_ids
 from rollout.weights.adapter import A_ENDING, A_SENT, B_ENDING, B_SENT, is_adapter, peft_config, sent_name
 from rollout.weights.files import INDEX_FILE, WEIGHT_FILE
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
 from trainer.limits.adapter_shape import stored_linear_shapes

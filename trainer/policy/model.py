@@ -36,7 +36,7 @@ from rollout.torch.onednn_linear import use_fast_products
 from rollout.weights.adapter import is_adapter, name_without_adapter, sent_name
 from rollout.weights.files import INDEX_FILE, WEIGHT_FILE
 from rollout.weights.files import tensor_shapes as stored_shapes
-from rollout.weights.packing import ALIGNMENT, DTYPES, TensorShape, listed
+from rollout.weights.packed_weights import ALIGNMENT, DTYPES, TensorShape, listed
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
 from trainer.policy.lora import Part, Update, fill_adapter, updates
 from trainer.rundir.sealed import inside

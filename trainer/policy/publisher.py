@@ -16,7 +16,7 @@ from rollout.sglang.expected import ExpectedDigests, part_of
 from rollout.sglang.fusing import FusionError
 from rollout.types import PackedWeights, SharedWeights, WeightLayout
 from rollout.weights.adapter import is_adapter, sent_name
-from rollout.weights.packing import DTYPES, unpack
+from rollout.weights.packed_weights import DTYPES, unpack
 from rollout.weights.quantization import weight_publisher
 from rollout.weights.shared_weights import WeightPublisher
 from rollout.weights.weight_broadcast import Receiver, WeightSender

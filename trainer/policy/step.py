@@ -37,7 +37,7 @@ from algorithms.loss import LossOutput, policy_loss
 from algorithms.masked import segment_sum
 from algorithms.reference import reference_kl_loss
 from rollout.processes.process_memory import FreedMemory, private_bytes
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from trainer.batch.token_deltas import SampleNumber
 from trainer.batch.train_batch import (
     HeldScores,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # `parity replay` needs neither transformers nor Ray
 
 logger = logging.getLogger(__name__)
 
-Scorer = Callable[..., TokenScores]
+ScoreTokens = Callable[..., TokenScores]
 """A micro-batch and the keyword temperature -> the scores of its tokens."""
 TOKEN_SAMPLES = 4
 """Samples per step that are recorded with the Delta of each token, half of them the worst by K3; each takes at most 8
@@ -82,7 +82,7 @@ class TrainingStep:
         config: TrainConfig,
         policy: Trainable[ScoringModel],
         *,
-        reference: Scorer | None,
+        reference: ScoreTokens | None,
         critic: Critic | None,
         device: torch.device,
     ) -> None:
@@ -184,7 +184,7 @@ class TrainingStep:
                 for micro in mini.micro_batches:
                     micro.old_logprobs = self.score(micro).logprobs
 
-    def fill_ref_logprobs(self, minis: Sequence[RankMiniBatch], reference: Scorer) -> None:
+    def fill_ref_logprobs(self, minis: Sequence[RankMiniBatch], reference: ScoreTokens) -> None:
         """Set the log-probs of every token under the reference policy."""
         with torch.no_grad():
             for mini in minis:

@@ -27,7 +27,7 @@ from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
 from rollout.sglang.cuda_host import listed, rank_lacks
 from rollout.types import SharedWeights, WeightLayout
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.train import TrainConfig

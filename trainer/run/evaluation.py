@@ -33,7 +33,7 @@ from rollout.engine import EngineInfo
 from rollout.episodes.sampler import with_episodes
 from rollout.task_config import FileDataConfig
 from rollout.types import SampleGroup
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from trainer.cluster.placement import Cluster, engines_only
 from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig

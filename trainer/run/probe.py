@@ -20,7 +20,7 @@ from rollout.collect.requests import SeedSource, make_sample, sampling_params
 from rollout.config import DType, Quantization
 from rollout.group.engine_group import EngineGroup
 from rollout.types import GenerateRequest, Prompt, Sample
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from trainer.batch.packing import micro_batch
 from trainer.batch.train_batch import MicroBatch
 from trainer.cluster.policy_group import PolicyGroup

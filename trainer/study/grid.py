@@ -15,9 +15,9 @@ from pathlib import Path
 from algorithms.config import Problem
 from rollout.config import Quantization
 from trainer.compose.compose import resolve
+from trainer.compose.hydra_session import hydra_session
 from trainer.compose.keys import field_names
 from trainer.compose.overrides import parse
-from trainer.compose.session import hydra_session
 from trainer.config.train import TrainConfig
 from trainer.start.checks import start_problems
 from trainer.study.config import StudyConfig, precision_words

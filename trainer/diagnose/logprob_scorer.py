@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rollout.config import DType, Quantization
 from rollout.torch.model import round_inputs
-from rollout.weights.packing import DTYPES
+from rollout.weights.packed_weights import DTYPES
 from rollout.weights.quantization import on_grid
 from trainer.diagnose.evidence import Evidence
 from trainer.diagnose.scoring import Body, EditKind, Prompt, Scoring, TensorEdit
@@ -44,7 +44,7 @@ class OtherWeightsError(ValueError):
     """A model does not have the weights that the tokens were sampled from, or cannot read them."""
 
 
-class Scorer:
+class LogprobScorer:
     """The tokens of the evidence under any scoring, with a few models in memory: one per type and format."""
 
     def __init__(self, models: Sequence[Path], evidence: Evidence, *, device: str = "cpu") -> None:
@@ -64,7 +64,7 @@ class Scorer:
         self._check(models)
         self._hidden: OrderedDict[Body, Tensor] = OrderedDict()
 
-    def of_responses(self, numbers: Sequence[int], *, most: int) -> Scorer:
+    def of_responses(self, numbers: Sequence[int], *, most: int) -> LogprobScorer:
         """A scorer of some responses, cut to `most` tokens, with the same models."""
         other = copy(self)
         other.evidence = self.evidence.of_responses(numbers, most=most)
