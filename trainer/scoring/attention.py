@@ -57,8 +57,18 @@ def packed_attention(
     return attend(query, key, value, segments, scaling=scaling), None
 
 
+class Run(NamedTuple):
+    """Neighbouring segments of one shape, which attend in one call."""
+
+    prompt: int | None
+    """Number of the root that the branches attend to; None for roots."""
+    length: int
+    """Tokens of each."""
+    number: int
+
+
 class Segments:
-    """Roots and branches of a micro-batch, as in `DecoderInputs`.
+    """Roots and branches of a micro-batch, as in `DecoderInputs`: the prompt of a branch is a whole root.
 
     Not a dataclass: FSDP would copy it for every layer, with what it has computed already.
     """
@@ -96,15 +106,23 @@ class Segments:
         ]
         return np.concatenate(parts)
 
-    def mask(self, branch: Branch, *, like: Tensor) -> Tensor:
-        """[length, prompt + length] of the type and device of `like`: 0 where a token of the branch attends, else -inf.
+    @cached_property
+    def runs(self) -> list[Run]:
+        """Neighbouring roots of one length, then neighbouring branches of one prompt and one length."""
+        number_of = {first: number for number, first in enumerate(accumulate(self.roots, initial=0))}
+        segments: list[tuple[int | None, int]] = [(None, length) for length in self.roots]
+        segments += [(number_of[branch.prompt_start], branch.length) for branch in self.branches]
+        return [Run(*segment, len(list(alike))) for segment, alike in groupby(segments)]
+
+    def mask(self, num_queries: int, num_keys: int, *, like: Tensor) -> Tensor:
+        """[queries, keys] of the type and device of `like`: 0 where a token of a branch attends, else -inf.
 
         Causal, aligned at the end: torch's own causal mask aligns queries and keys at their starts. Every layer and
         every branch of this shape gets the same tensor, which autograd keeps until the backward pass.
         """
-        shape = (branch.length, branch.prompt_length + branch.length)
+        shape = (num_queries, num_keys)
         if shape not in self._masks:
-            self._masks[shape] = like.new_full(shape, -torch.inf).triu(branch.prompt_length + 1)
+            self._masks[shape] = like.new_full(shape, -torch.inf).triu(num_keys - num_queries + 1)
         return self._masks[shape]
 
 
@@ -161,13 +179,14 @@ def attend_at_once(
     plan = segments.once(lambda segments: flash_plan(segments, query.device))
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     count = segments.root_tokens
-    out = flash_attention(q[:count], k[:count], v[:count], plan.roots, scaling=scaling)
+    (q, rest), (k_roots, _), (v_roots, _) = (states.tensor_split([count]) for states in (q, k, v))
+    out = flash_attention(q, k_roots, v_roots, plan.roots, scaling=scaling)
     if plan.branches is not None and plan.branch_keys is not None:
         # Keys and values in one gather, because its backward pass sorts the indices. That of an embedding adds in the
         # same order in every run.
         gathered = embedding(plan.branch_keys, torch.stack([k, v], dim=1).flatten(1))
         k, v = gathered.unflatten(1, (2, *k.shape[1:])).unbind(1)
-        out = torch.cat([out, flash_attention(q[count:], k, v, plan.branches, scaling=scaling)])
+        out = torch.cat([out, flash_attention(rest, k, v, plan.branches, scaling=scaling)])
     return out.unsqueeze(0)
 
 
@@ -208,23 +227,23 @@ def attend_by_run(
     if wants_a_key_per_head(q):
         k, v = (states.repeat_interleave(q.shape[0] // states.shape[0], dim=0) for states in (k, v))
     outs: list[Tensor] = []
-    end = 0
-    # Neighbouring roots of one length; neighbouring branches of one prompt and one length.
-    for branch, run in groupby([*(Branch(0, 0, length) for length in segments.roots), *segments.branches]):
-        number = len(list(run))
-        start, end = end, end + number * branch.length
+    roots: list[tuple[Tensor, ...]] = []
+    """Keys and values of each root, [H_kv, length, D]."""
+    runs = segments.runs
+    # A split, whose backward pass is one concatenation: that of a slice writes a tensor as long as the micro-batch.
+    pieces = zip(*(states.split([run.number * run.length for run in runs], dim=1) for states in (q, k, v)), strict=True)
+    for run, piece in zip(runs, pieces, strict=True):
         # [H, number * length, D] -> [number, H, length, D]
-        queries, keys, values = (
-            states[:, start:end].unflatten(1, (number, branch.length)).transpose(0, 1) for states in (q, k, v)
-        )
+        queries, keys, values = (states.unflatten(1, (run.number, run.length)).transpose(0, 1) for states in piece)
         mask = None
-        if branch.prompt_length:
-            prompt = slice(branch.prompt_start, branch.prompt_start + branch.prompt_length)
+        if run.prompt is not None:
             keys, values = (
-                torch.cat([states[:, prompt].expand(number, -1, -1, -1), own], dim=2)
-                for states, own in ((k, keys), (v, values))
+                torch.cat([shared.expand(run.number, *shared.shape), own], dim=2)
+                for shared, own in zip(roots[run.prompt], (keys, values), strict=True)
             )
-            mask = segments.mask(branch, like=q)
+            mask = segments.mask(run.length, keys.shape[2], like=q)
+        elif segments.branches:
+            roots += zip(keys.unbind(), values.unbind(), strict=True)
         out = scaled_dot_product_attention(
             queries,
             keys,
