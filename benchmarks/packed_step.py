@@ -8,6 +8,9 @@ Log-normal lengths, cut at 512. Timed: forward, log-probs of every response toke
     sorted     the same in micro-batches of sequences of similar length, as many as ours
     packed     Parity: the bins of its planner, sequences end to end
 
+A second table has the packed step at equal tokens, cut into more and more sequences: work that touches the whole
+micro-batch once for each of its sequences shows there.
+
 Errors are of log-probs, against one forward per sequence without padding. The negative control is transformers on
 the same packed sequences with position_ids that start again at 0, once without and once with a cache (its default).
 """
@@ -121,6 +124,38 @@ def worst(found: list[Tensor], expected: list[Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
+def cut(tokens: int, number: int) -> list[Sample]:
+    """`number` sequences of uneven lengths, `tokens` tokens together, half of each the prompt."""
+    bounds = [
+        round(tokens * (part + 0.3 * (part % 3 - 1) * (0 < part < number)) / number) for part in range(number + 1)
+    ]
+    return [
+        Sample(
+            prompt_id=index,
+            sample_index=0,
+            token_ids=np.arange(length) % 14 + 2,
+            response_mask=np.arange(length) >= length // 2,
+            rollout_logprobs=np.zeros(length),
+            token_versions=np.zeros(length, dtype=np.int64),
+            finish_reason=FinishReason.stop,
+            reward=0.0,
+        )
+        for index, length in enumerate(end - start for start, end in pairwise(bounds))
+    ]
+
+
+def seconds_by_number(model: ScoringModel, repeats: int, clock: Callable[[], float]) -> dict[int, float]:
+    """Number of sequences in CAP tokens -> median seconds of a packed step, the numbers by turns."""
+    batches = {number: cut(CAP, number) for number in (1, 8, 64, 512)}
+    seconds: dict[int, list[float]] = {number: [] for number in batches}
+    for _ in range(repeats + 1):
+        for number, batch in batches.items():
+            started = clock()
+            packed_step(model, [batch])
+            seconds[number].append(clock() - started)
+    return {number: statistics.median(found[1:]) for number, found in seconds.items()}
+
+
 def sorted_batches(samples: list[Sample], count: int) -> list[list[int]]:
     """`count` batches of neighbours in length."""
     order = sorted(range(len(samples)), key=lambda i: len(samples[i].token_ids))
@@ -179,6 +214,10 @@ def main() -> None:
             f"({min(runs):.0f} - {max(runs):.0f}) | {base / statistics.median(seconds[name][1:]):.2f} "
             f"| {errors[name]:.1e} |\n"
         )
+    sys.stdout.write(f"\n| sequences in {CAP} tokens | us per token | times one sequence |\n|--:|--:|--:|\n")
+    by_number = seconds_by_number(ours, args.repeats, clock)
+    for number, second in by_number.items():
+        sys.stdout.write(f"| {number} | {second / CAP * 1e6:.0f} | {second / by_number[1]:.2f} |\n")
     batch = [samples[i] for i in bins[-1]]
     truth = [expected[i] for i in bins[-1]]
     for use_cache in (False, True):

@@ -137,6 +137,14 @@ class Engine(Protocol):
         """Allocate memory for the weights; safe to call twice. The next `load_weights` allocates the KV cache."""
         ...
 
+    def start_profile(self, directory: Path) -> None:
+        """Record what the engine computes until `stop_profile`, which writes traces <name>.json.gz to `directory`."""
+        ...
+
+    def stop_profile(self) -> None:
+        """Write the traces; nothing happens if nothing is recorded, as in an engine that was started meanwhile."""
+        ...
+
     @property
     def sampling_s(self) -> float:
         """Seconds with unfinished requests since the engine was created."""

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -270,6 +271,16 @@ class EngineGroup:
         for member in self._members:
             if member.health is Health.starting and member.pending_call is None:
                 self._start(member)
+
+    def start_profile(self, directory: Path) -> None:
+        """Record what every serving engine computes until `stop_profile`, which writes traces to `directory`."""
+        calls = {member.index: member.worker.start_profile.remote(directory) for member in self._serving()}
+        self._gather(calls, phase="profile")
+
+    def stop_profile(self) -> None:
+        """Write the traces of the engines."""
+        calls = {member.index: member.worker.stop_profile.remote() for member in self._serving()}
+        self._gather(calls, phase="profile")
 
     def memory(self) -> dict[int, int]:
         """Index of each serving engine -> private bytes after the last sync, the server's processes included."""

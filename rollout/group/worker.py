@@ -187,6 +187,12 @@ class RolloutWorker:
     def wake(self) -> None:
         self._engine.wake()
 
+    def start_profile(self, directory: Path) -> None:
+        self._engine.start_profile(directory)
+
+    def stop_profile(self) -> None:
+        self._engine.stop_profile()
+
     def stop(self) -> None:
         self._engine.stop()
         self._shared.close()

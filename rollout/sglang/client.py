@@ -25,7 +25,8 @@ SHOWN_REPLY_CHARS = 2000
 ADMIN_ROUTES = frozenset({
     "/abort_request", "/begin_weight_update", "/continue_generation", "/end_weight_update", "/flush_cache",
     "/freeze_gc", "/load_lora_adapter_from_tensors", "/pause_generation", "/release_memory_occupation",
-    "/resume_memory_occupation", "/update_weight_version", "/update_weights_from_tensor", "/weights_checker",
+    "/resume_memory_occupation", "/start_profile", "/stop_profile", "/update_weight_version",
+    "/update_weights_from_tensor", "/weights_checker",
 })  # fmt: skip
 """Routes that SGLang guards with the admin key if one is set; other routes take the ordinary key."""
 

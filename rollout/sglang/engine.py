@@ -97,6 +97,7 @@ class SGLangEngine(Engine):
         """Policy version of the weights that were sent last."""
         self._broken = ""
         """Reason why the weights are unusable; "" if they are usable."""
+        self._is_profiled = False
 
     def start(self, model_path: Path) -> EngineInfo:
         """Start a server on the model in a local directory; policy version 0. Raises EngineError.
@@ -239,6 +240,27 @@ class SGLangEngine(Engine):
             self._weights.take_memory(WEIGHT_TAGS)
         except ClientError as error:
             raise self._failure("wake", error) from error
+
+    def start_profile(self, directory: Path) -> None:
+        """Record the schedulers of the server by SGLang's own profiler; `directory` is on a disk that they see."""
+        gpu = [] if self._device == "cpu" else ["GPU", "MEM"]
+        body = {
+            "output_dir": str(directory.resolve()), "activities": ["CPU", *gpu], "with_stack": False,
+            "record_shapes": False, "profile_prefix": f"engine_{self._index}", "profile_id": "sglang",
+        }  # fmt: skip
+        self._profile("/start_profile", body)
+        self._is_profiled = True
+
+    def stop_profile(self) -> None:
+        if self._is_profiled:
+            self._is_profiled = False
+            self._profile("/stop_profile", {})
+
+    def _profile(self, route: str, body: dict[str, Any]) -> None:
+        try:
+            self._running("profile").client().call(route, timeout_s=self._config.sync_timeout_s, body=body)
+        except ClientError as error:
+            raise self._failure("profile", error) from error
 
     @property
     def sampling_s(self) -> float:

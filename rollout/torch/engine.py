@@ -19,6 +19,7 @@ from rollout.config import TorchEngineConfig
 from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError, request_problem
 from rollout.exact.gpu import use_batch_invariant_kernels
 from rollout.exact.layers import make_exact
+from rollout.processes.recorder import Recorder
 from rollout.torch.decode_loop import DecodeLoop
 from rollout.torch.kv_cache import SLOT_ATTENTION
 from rollout.torch.model import Decoder, ExactDecoder, round_inputs
@@ -69,6 +70,7 @@ class TorchEngine(Engine):
         self._base_mark = ""
         """`content_mark` of the frozen weights that the engine has verified; "" before them, or without an adapter."""
         self._broken = ""
+        self._recorder = Recorder()
         self._loop = DecodeLoop(
             name=f"engine {index} (torch)", num_slots=config.max_batch_size, request_timeout_s=config.generate_timeout_s
         )
@@ -228,6 +230,13 @@ class TorchEngine(Engine):
         model.to(self._device)
         if not self._broken:
             self._loop.load(self._decoder(self._started_model("wake")), policy_version=self._version)
+
+    def start_profile(self, directory: Path) -> None:
+        """Record all threads of this process."""
+        self._recorder.start(directory / f"engine_{self._index}.json.gz")
+
+    def stop_profile(self) -> None:
+        self._recorder.stop()
 
     @property
     def sampling_s(self) -> float:

@@ -27,6 +27,7 @@ from trainer.policy.step import TOKEN_SAMPLES
 from trainer.run.evaluation import evaluate_model, evaluation_metrics
 from trainer.run.loop import train
 from trainer.rundir.weights_source import WeightsSource, checkpoint_of, find_source
+from trainer.tracking.operations import load_operations
 
 REPLAYED = (
     "k3",
@@ -197,9 +198,9 @@ def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
     words += ("correction=mis", "loss=sapo", "advantage.baseline_scope=kept")
     words += ("eval.every=1", "eval.samples=3", "checkpoint.every=3", "dump.every=3")
     rows, samples, weights = [], [], []
-    for name in ("with", "without"):
+    for name, recorded in (("with", "2,3"), ("without", "")):
         run_dir = tmp_path / name
-        config = compose("arithmetic_dapo", *QUICK, *words, f"run.dir={run_dir}")
+        config = compose("arithmetic_dapo", *QUICK, *words, f"run.dir={run_dir}", f"run.profile_steps=[{recorded}]")
         train(config)
         monkeypatch.setattr("trainer.run.loop.evaluate_policy", lambda *_, **__: {})
         kept = [
@@ -413,8 +414,13 @@ def test_ctrl_c_in_training_finishes_the_step_saves_and_says_how_to_go_on(
 
 @pytest.mark.sglang
 def test_an_sglang_engine_and_a_rank_train_on_verified_weights(tmp_path: Path, local_ray: None) -> None:
-    words = (ONE_RANK, "run.num_steps=2", f"run.dir={tmp_path / 'run'}")
-    check_trained_on_verified_weights(metrics_of(train(compose("arithmetic_grpo", *QUICK, *SMALL, *words)).run_dir))
+    words = (ONE_RANK, "run.num_steps=2", f"run.dir={tmp_path / 'run'}", "run.profile_steps=[2]")
+    rows = metrics_of(train(compose("arithmetic_grpo", *QUICK, *SMALL, *words)).run_dir)
+    check_trained_on_verified_weights(rows)
+    assert ["perf/profiled" in row for row in rows] == [False, True]
+    found = {each.process: each for each in load_operations(tmp_path / "run" / "profile" / "step_000002")}
+    assert sorted(found) == ["engine_0-sglang-TP-0", "rank_0"]
+    assert all(each.shares["products"] > 0 for each in found.values())
 
 
 def check_trained_on_verified_weights(rows: list[dict[str, Any]]) -> None:

@@ -39,6 +39,7 @@ def make_run(rows: list[dict[str, Any]], **other: Any) -> RunData:
         "status": {},
         "accounting": {},
         "diagnosis": {},
+        "profiles": {},
         "remarks": [],
     }
     return RunData(name="made", rows=rows, **(empty | other))

@@ -204,6 +204,14 @@ class PolicyGroup:
         """For `SharedGpu` only: move everything back."""
         self._all("wake", phase="policy wake")
 
+    def start_profile(self, directory: Path) -> None:
+        """Record what every rank computes until `stop_profile`, which writes rank_<N>.json.gz to `directory`."""
+        self._all("start_profile", directory, phase="profile")
+
+    def stop_profile(self) -> None:
+        """Write the traces of the ranks."""
+        self._all("stop_profile", phase="profile")
+
     def save_checkpoint(self, path: Path, *, asynchronous: bool) -> None:
         """Write all that the ranks hold to the directory `path`; if `asynchronous`, only copy it before returning."""
         self._all("save_checkpoint", path, asynchronous, phase="checkpoint save")

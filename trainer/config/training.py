@@ -50,6 +50,12 @@ class RunConfig(Checked):
     resume_from: PathText | None = None
     """Checkpoint of another run from which this run goes on, <run.dir>/checkpoints/step_<N>: weights, optimizer, place
     in the data and number of steps; null begins with the model. The other run is not changed."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps of which driver, ranks and engines write traces to run.dir/profile; see docs/speed.md."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        if any(not 1 <= step <= self.num_steps for step in self.profile_steps):
+            yield self.broken("profile_steps", f"must be steps of the run, 1 to run.num_steps={self.num_steps}")
 
 
 @dataclass(kw_only=True, slots=True)

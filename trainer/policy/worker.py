@@ -24,6 +24,7 @@ from rollout.exact.layers import make_exact
 from rollout.processes.inherited import forget_launcher
 from rollout.processes.network import use_interface_towards
 from rollout.processes.process_marks import ProcessMark, mark_processes
+from rollout.processes.recorder import Recorder
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
 from rollout.sglang.cuda_host import listed, rank_lacks
 from rollout.types import SharedWeights, WeightLayout
@@ -118,6 +119,7 @@ class PolicyWorker:
         self._setup = setup
         self._config = setup.config
         self._store: dist.TCPStore | None = None
+        self._recorder = Recorder()
 
     def open_store(self) -> int:
         """Open the store at which the ranks of several machines meet, on rank 0 -> its port, which the system chooses.
@@ -275,6 +277,14 @@ class PolicyWorker:
     def send_weights(self) -> None:
         """Broadcast the weights that were published last; a collective of rank 0 and their receivers."""
         self._publisher.send()
+
+    def start_profile(self, directory: Path) -> None:
+        """Record this process; the trace is rank_<N>.json.gz in `directory`."""
+        self._recorder.start(directory / f"rank_{self._setup.rank}.json.gz")
+
+    def stop_profile(self) -> None:
+        """Write the trace."""
+        self._recorder.stop()
 
     def save_checkpoint(self, path: Path, asynchronous: bool) -> None:
         """Write all that this rank holds to the directory `path`; if `asynchronous`, only copy it before returning."""

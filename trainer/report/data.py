@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.rundir.rows import read_lines
-from trainer.rundir.run_dir import HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE, STATUS_FILE, earlier_configs
+from trainer.rundir.run_dir import HISTOGRAMS_FILE, METRICS_FILE, PROFILE, SAMPLES_FILE, STATUS_FILE, earlier_configs
 from trainer.text.yaml_text import load_yaml
+from trainer.tracking.operations import Operations, load_operations
 
 Row = Mapping[str, Any]
 
@@ -56,6 +57,8 @@ class RunData:
     """Accounting of the hardware's limits, on which the fractions are based."""
     diagnosis: Row
     """What `parity diagnose` found; empty if nobody asked."""
+    profiles: dict[str, list[Operations]]
+    """Step that was recorded -> what each process computed."""
     remarks: list[str]
     """Problems of unreadable files and lines."""
 
@@ -70,8 +73,12 @@ class RunData:
         return [row for row in self.rows if row["step"]]
 
     def values(self, key: str) -> list[float]:
-        """The values of a metric in the steps that have it, in step order."""
-        return [row[key] for row in self.rows if is_number(row, key)]
+        """The values of a metric in the steps that have it, in step order.
+
+        Seconds and rates leave out the steps that were recorded, which take longer.
+        """
+        is_speed = key.startswith(("time/", "perf/"))
+        return [row[key] for row in self.rows if is_number(row, key) and not (is_speed and "perf/profiled" in row)]
 
     def has(self, key: str) -> bool:
         return any(is_number(row, key) for row in self.rows)
@@ -94,6 +101,7 @@ def load_run(run_dir: Path) -> RunData:
         status=_read_mapping(run_dir / STATUS_FILE, []),
         accounting=_read_mapping(run_dir / "accounting.json", []),
         diagnosis=_read_mapping(run_dir / DIAGNOSIS_FILE, []) if (run_dir / DIAGNOSIS_FILE).is_file() else {},
+        profiles=_read_profiles(run_dir / PROFILE, remarks),
         remarks=remarks,
     )
 
@@ -233,6 +241,16 @@ def _is_sample(row: Row) -> bool:
 
 def _cut(sample: Row) -> Row:
     return {**sample, **{key: cut(str(sample[key])) for key in _TEXTS}}
+
+
+def _read_profiles(directory: Path, remarks: list[str]) -> dict[str, list[Operations]]:
+    found = {}
+    for step in sorted(directory.glob("step_*")):
+        try:
+            found[step.name.removeprefix("step_").lstrip("0")] = load_operations(step)
+        except (OSError, ValueError) as error:
+            remarks.append(f"the profile of {step.name} cannot be read ({error})")
+    return found
 
 
 def _read_mapping(path: Path, remarks: list[str]) -> Row:

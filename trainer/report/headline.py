@@ -11,6 +11,7 @@ from typing import NamedTuple
 from trainer.report.data import RunData, at, flat_config, is_number, plain, settings, show
 from trainer.report.sections import PHASES
 from trainer.text.plain import size
+from trainer.tracking.operations import IDLE, KINDS, OTHER, Operations
 
 _MAIN_PHASES = ("rollout", "train", "sync")
 _LENGTH_KEYS = frozenset({"run.num_steps", "run.max_hours"})
@@ -154,6 +155,39 @@ def _phase(run: RunData, name: str) -> PhaseCell:
         share=show(sum(seconds) / total, "percent") if total else "",
         limit=_median(run, f"perf/{name}_floor_frac", "percent"),
     )
+
+
+class Profile(NamedTuple):
+    """What the processes computed in a step that was recorded; rows of text."""
+
+    step: str
+    shares: list[list[str]]
+    """Process, seconds, then the share of each of PROFILE_KINDS."""
+    operations: list[list[str]]
+    """Process, operator, seconds, calls."""
+
+
+PROFILE_KINDS = (*KINDS, OTHER, IDLE)
+
+
+def profiles(run: RunData) -> list[Profile]:
+    """The tables of the recorded steps."""
+    return [
+        Profile(
+            step,
+            shares=[[each.process, f"{each.seconds:.2f}", *_shares(each)] for each in found],
+            operations=[
+                [each.process, name, f"{seconds:.3f}", f"{calls:,}"]
+                for each in found
+                for name, seconds, calls in each.operations
+            ],
+        )
+        for step, found in run.profiles.items()
+    ]
+
+
+def _shares(process: Operations) -> list[str]:
+    return [show(process.shares.get(kind, 0.0), "percent") for kind in PROFILE_KINDS]
 
 
 def config_difference(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:

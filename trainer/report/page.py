@@ -64,6 +64,8 @@ def render(run: RunData) -> str:
         "changes": headline.changes(run),
         "tiles": headline.tiles(run),
         "speeds": list(headline.speeds(run)),
+        "profiles": headline.profiles(run),
+        "profile_kinds": headline.PROFILE_KINDS,
         "assumptions": assumptions if isinstance(assumptions, list) else [],
         "thinned": drawn if drawn < len(run.steps) else None,
         "sample_tables": sample_tables(run),

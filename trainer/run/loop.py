@@ -52,6 +52,7 @@ from trainer.run.evaluation import evaluate_sets, evaluation_metrics
 from trainer.run.guard import Guard, build_guard
 from trainer.run.notices import Notices
 from trainer.run.probe import probe_logprobs
+from trainer.run.profiling import Profiler
 from trainer.run.saving import Ending, Saver
 from trainer.run.step_log import StepLog
 from trainer.run.task import Task, data_notes, load_task, prompt_stream
@@ -238,7 +239,8 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
         evaluate_before_step(run, log, done + 1)
     else:
         run.tracker.console.training()
-    for step in range(done + 1, config.run.num_steps + 1):
+    profiler = Profiler(config.run, policy, engines)
+    for step in profiler.recorded(range(done + 1, config.run.num_steps + 1), log):
         with run.ending.rollout(step), log.phase("rollout"), engines.resident():
             collected = collector.collect(step, policy_version)
             schedule.begin_next(step, policy_version)  # unless it is sync, the engines go on while the policy trains
@@ -256,7 +258,7 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
             if is_evaluated(config, step):
                 evaluation = evaluate_policy(run, log, is_last=step == config.run.num_steps)
         run.ending.trained(run_state(run, step, policy_version, evaluation))
-        more = synced | evaluation | episode_metrics(run.sampler) | run.cluster.metrics()
+        more = synced | evaluation | episode_metrics(run.sampler) | run.cluster.metrics() | profiler.metrics()
         step_s = log.write(step, collected, batch, report, more, reward_s=collector.take_reward_s())
         with log.phase("checkpoint"):
             run.ending.conclude(step, step_s=step_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -53,6 +54,15 @@ class StepLog:
         self._timer = StepTimer()
 
     @property
+    def spans(self) -> list[Span]:
+        """The phases since the end of the last step."""
+        return self._timer.spans
+
+    def begin_anew(self) -> None:
+        """Let the seconds of the next step begin now: what was done since the last one belongs to no step."""
+        self._timer = StepTimer()
+
+    @property
     def sequence_cost(self) -> SequenceCost:
         """FLOPs of a sequence in the model, for the planner."""
         return self._accounting.sequence_cost
@@ -91,6 +101,15 @@ class StepLog:
         return metrics["time/step_s"] or 0.0
 
 
+class Span(NamedTuple):
+    """A phase of a step."""
+
+    name: str
+    begin_ns: int
+    """Time of day in nanoseconds."""
+    seconds: float
+
+
 class StepTimer:
     """Attributes the wall-clock seconds of a step to named phases.
 
@@ -101,15 +120,19 @@ class StepTimer:
     def __init__(self) -> None:
         self._started = time.perf_counter()
         self._phases: dict[str, float] = {}
+        self.spans: list[Span] = []
+        """Each block of the step."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Attribute the seconds inside the block to `name`; blocks of one name add up. Not to be nested."""
-        started = time.perf_counter()
+        began_ns, started = time.time_ns(), time.perf_counter()
         try:
             yield
         finally:
-            self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._phases[name] = self._phases.get(name, 0.0) + seconds
+            self.spans.append(Span(name, began_ns, seconds))
 
     def reassign(self, seconds: float, *, source: str, target: str) -> None:
         """Count `seconds` that were measured inside the phase `source` as those of `target`."""

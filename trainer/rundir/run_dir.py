@@ -30,6 +30,7 @@ HISTOGRAMS_FILE = "histograms.jsonl"
 EVENTS_FILE = "events.jsonl"
 REPORT_FILE = "report.html"
 LOGS = "logs"
+PROFILE = "profile"
 ROW_FILES = (METRICS_FILE, SAMPLES_FILE, HISTOGRAMS_FILE, EVENTS_FILE)
 LISTED_RUNS = 5
 UNFINISHED = ".unfinished"

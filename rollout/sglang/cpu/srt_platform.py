@@ -54,6 +54,12 @@ class ParityCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def get_dispatch_key_name(self) -> str:
         return "native"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return torch.profiler.ProfilerActivity.CPU.name
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def init_backend(self) -> None:
         """Install hooks, attention and sampler; SGLang calls this once per worker, after the hooks of plugins."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
