@@ -310,4 +310,8 @@ def become_child(*, memory_bytes: int) -> Pipes:
 
 def described(error: BaseException) -> str:
     """A short text about an error, with its type first, without half surrogates, which no JSON can hold."""
-    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS].encode(errors="replace").decode()
+    try:
+        text = str(error)
+    except Exception as failure:  # the __str__ of user code
+        text = f"its own text cannot be made ({type(failure).__name__})"
+    return f"{type(error).__name__}: {text}"[:MAX_ERROR_CHARS].encode(errors="replace").decode()

@@ -80,7 +80,7 @@ def serve(load: Load) -> None:
             # A client that is made when the file is imported may look for the loop in which it will be used.
             is_async = is_async_function(function)
             work = runner.run(_loaded(load, function, *more)) if is_async else load(function, *more)
-        except Exception as error:
+        except BaseException as error:  # sys.exit() of a file that is a program too
             pipes.say({"failed": raised(error)})
             return
         pipes.say({"ready": work.items, "overlap": isinstance(work, Overlapping), "files": own_files()})
@@ -202,9 +202,10 @@ def _steps(coroutine: Any, call: int, mark: Mark) -> Generator[Any, Any, Any]:
             mark.clear()
             if isinstance(end, StopIteration):
                 return end.value
-            if isinstance(end, (SystemExit, KeyboardInterrupt)):  # asyncio would end the whole loop
-                raise _Exit(raised(end)) from end
-            raise
+            if end is thrown or isinstance(end, (Exception, asyncio.CancelledError)):
+                raise
+            # asyncio would end the whole loop, or tell nobody: an exit, or the panic of a library in another language.
+            raise _Exit(raised(end)) from end
         mark.clear()
         try:
             value, thrown = (yield awaited), None

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rollout.user_code import pool as pool_module
-from rollout.user_code.pool import Ended, Failure, Repeated
+from rollout.user_code.pool import Ended, Failure, Repeated, UserCodeError
 from tests.rollout.reward_calls import children, outcomes, pool_of_function, scores
 
 
@@ -236,14 +236,26 @@ def test_a_call_that_does_not_let_itself_be_cancelled_is_ended_with_its_process(
 
 
 @pytest.mark.parametrize("head", ["", "async "])
-@pytest.mark.parametrize("raised", ["asyncio.CancelledError('no')", "SystemExit('no')"])
-def test_a_call_that_cancels_itself_or_exits_is_an_error(pool_of, head, raised):
+@pytest.mark.parametrize(
+    "raised", ["asyncio.CancelledError('no')", "SystemExit('no')", "GeneratorExit('no')", "Panic('no')", "Mute('no')"]
+)
+def test_whatever_a_call_raises_is_an_error_of_the_call_alone(pool_of, head, raised):
+    """Also what is no Exception, as the panic of a library in Rust, and what has no text."""
     pool = pool_of(
-        f"import asyncio, os\n{head}def reward(response):\n    if response: raise {raised}\n    return os.getpid()\n",
-        max_tries=1,
-    )
+        f"""
+        import asyncio, os
+        class Panic(BaseException): pass
+        class Mute(Exception):
+            def __str__(self): return self.nothing
+        {head}def reward(response):
+            if response: raise {raised}
+            return os.getpid()
+        """,
+        max_tries=1, timeout_s=60.0,
+    )  # fmt: skip
     before, found, after = (outcomes(pool, [each])[0] for each in ("", "a", ""))
-    assert "no (own_reward.py, line 3)" in found.message and found.failure is Failure.error
+    text = "no" if "Mute" not in raised else "its own text cannot be made (AttributeError)"
+    assert f"{text} (own_reward.py, line 7)" in found.message and found.failure is Failure.error
     assert before.value == after.value, "the process lives on"
 
 
@@ -312,6 +324,15 @@ def test_calls_wait_for_a_server_that_is_away_and_none_is_lost(pool_of, tmp_path
     assert sum("every call fails, the last with ConnectionError: away" in text for text in told) == 1
     assert sum("The run waits until one succeeds, at most 60 s (reward.outage_wait_s)" in text for text in told) == 1
     assert sum("calls succeed again after" in text for text in told) == 1
+
+
+@pytest.mark.parametrize("head", ["", "async "])
+def test_a_file_that_ends_its_process_when_it_is_imported_is_named_with_the_line(pool_of, head):
+    pool = pool_of(f"import sys\n{head}def reward(response):\n    return 1.0\nsys.exit('usage: no')\n")
+    pool.submit(0, {"response": "", "answer": "1", "prompt": "?"})
+    with pytest.raises(UserCodeError, match=r"SystemExit: usage: no \(own_reward.py, line 4\)"):
+        while True:
+            pool.poll(1.0)
 
 
 @pytest.mark.scenario(41)
