@@ -16,13 +16,16 @@ no log-prob, no weight, no loss, no entropy. Rollout functions run in the proces
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+import operator
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.episodes.vocabulary import Vocabulary
 from rollout.user_code.serving import Ask
 
+NO_TOKENS = (bytes, bytearray, memoryview, Mapping, Set)
+"""Types whose members are numbers or texts, but not the tokens of a text in their order."""
 RolloutFn = Callable[["Episode"], Awaitable[None]]
 
 
@@ -66,8 +69,11 @@ class Episode:
     """True while a turn is being sampled."""
 
     def encode(self, text: str) -> list[int]:
-        """Text -> token ids, without special tokens."""
-        return self.vocabulary.encode(text)
+        """Text -> token ids, without special tokens. Raises EpisodeError for a text that the tokenizer cannot write."""
+        try:
+            return self.vocabulary.encode(text)
+        except Exception as error:  # the library has no class for it
+            raise EpisodeError(f"the tokenizer has no tokens for {text[:100]!r}: {error}") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Token ids -> text, without special tokens."""
@@ -85,10 +91,12 @@ class Episode:
             raise EpisodeError("a turn is being sampled already: await generate() before you ask for the next turn")
         if self.ended or self.tokens_left < 1:
             raise EpisodeError("there are no tokens left: look at episode.tokens_left or Turn.stopped")
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise EpisodeError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
         ids, texts = self._stops(stop)
-        limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
+        limit = self.tokens_left
+        if max_new_tokens is not None:
+            limit = min(limit, whole_number(max_new_tokens, "max_new_tokens"))
+        if limit < 1:
+            raise EpisodeError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
         self.is_sampling = True
         try:
             tokens, stopped = await self._sample(ids, texts, limit)
@@ -132,11 +140,12 @@ class Episode:
     def observe(self, shown: str | Sequence[int]) -> int:
         """Append text or token ids that the model did not write; returns the number of tokens appended.
 
-        Tokens beyond `tokens_left` are cut off, and the response then ends as truncated.
+        Tokens beyond `tokens_left` are cut off, and the response then ends as truncated. Raises EpisodeError for what
+        is neither, as the bytes that a program has printed, and for ids that the tokenizer does not have.
         """
-        ids = self.encode(shown) if isinstance(shown, str) else [int(token) for token in shown]
-        if any(not 0 <= token < 2**31 for token in ids):
-            raise EpisodeError("observe needs token ids >= 0")
+        if isinstance(shown, NO_TOKENS):
+            raise EpisodeError(f"observe needs text or a list of token ids, got {type(shown).__name__}")
+        ids = self.encode(shown) if isinstance(shown, str) else [self._token(each, "observe") for each in shown]
         kept = ids[: self.tokens_left]
         self.observed += kept
         self.tokens_left -= len(kept)
@@ -150,9 +159,26 @@ class Episode:
         names = {text: self.vocabulary.special_token(text) for text in stop if isinstance(text, str)}
         if "" in names:
             raise EpisodeError("stop has an empty text, which ends nowhere")
-        ids = {token for token in stop if isinstance(token, int)}
+        ids = {self._token(each, "stop") for each in stop if not isinstance(each, str)}
         ids |= {token for token in names.values() if token is not None}
         return ids, [text for text, token in names.items() if token is None]
+
+    def _token(self, value: object, what: str) -> int:
+        """`value` as an id of the tokenizer."""
+        token = whole_number(value, f"a token id of {what}")
+        if not 0 <= token < self.vocabulary.size:
+            raise EpisodeError(f"a token id of {what} must lie in [0, {self.vocabulary.size}), got {token}")
+        return token
+
+
+def whole_number(value: object, what: str) -> int:
+    """An integer of Python, numpy or torch as it is; raises EpisodeError for anything else, also for a bool."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise EpisodeError(f"{what} must be an integer, got {value!r:.100}") from error
 
 
 def check_rollout_fn(found: object, *, name: str) -> RolloutFn:

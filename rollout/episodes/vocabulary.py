@@ -27,6 +27,11 @@ class Vocabulary:
 
         return Tokenizer.from_file(self._file)
 
+    @cached_property
+    def size(self) -> int:
+        """The largest token id, plus 1."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
     def encode(self, text: str) -> list[int]:
         """Text -> token ids, without special tokens around it."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
