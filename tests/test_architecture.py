@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 
 import pytest
@@ -219,6 +220,17 @@ def test_rooms_import_only_rooms_above_them() -> None:
     """No cycle of folders at run time; an import inside a function counts, so that none can hide there."""
     found = [problem for source in sources(*SOURCE_DIRS) for problem in imports_from_below(source)]
     assert not found, "\n".join(["", *found])
+
+
+def test_no_files_import_each_other() -> None:
+    """No cycle of files either, as from a command that calls the command line."""
+    files = {source.path.removesuffix(".py").replace("/", "."): source for source in sources(*SOURCE_DIRS)}
+    imports = {
+        name: {part for _, module in runtime_imports(source) for part in (module, module.rpartition(".")[0])}
+        & files.keys()
+        for name, source in files.items()
+    }
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names the files
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Words after `parity train` -> TrainArguments: the recipe, the flags and the overrides. Flags may stand anywhere.
 
-Used by `commands.py`; `show.py` passes `hydra_flags` to hydra.main.
+Used by `train.py`; `show.py` passes `hydra_flags` to hydra.main.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Words of the command line -> exit code: `parity train`, `parity eval`, `parity recipes`, shell completion.
+"""Words of the command line -> exit code: help, and the command, each in a module of its own.
 
-`train` checks all runs with `trainer/compose/compose.py` before `job.py` starts the first one. This module imports no
-large package: help appears at once, and a mistake is reported before torch or Ray is loaded.
+This module imports no large package: help appears at once.
 """
 
 from __future__ import annotations
@@ -10,16 +9,11 @@ import logging
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from algorithms.config import NOT_SET, ConfigError, Problem
-from algorithms.config.home import from_home
-from trainer.compose.catalog import find_recipe, read_card, recipe_files
+from algorithms.config import ConfigError
+from trainer.compose.catalog import read_card, recipe_files
 from trainer.compose.keys import nearest
 from trainer.compose.outcome import (
-    ADAPTER_FLAG,
-    BEST_FLAG,
     COMMANDS,
     COMPLETION_FLAGS,
     DONE,
@@ -33,12 +27,7 @@ from trainer.config.paths import recipe_dir
 from trainer.config.train import GROUPS, PRESETS
 from trainer.text.plain import PrintableFormatter, to_nowhere, to_stderr, to_stdout
 
-if TYPE_CHECKING:
-    from trainer.cli.arguments import TrainArguments
-
 HELP_FLAGS = ("-h", "--help")
-NOT_EXPORTED = ("data", "reward", "episode", "eval.sets")
-"""Sections that an export does not read: their files may be gone, or lie beside another directory."""
 
 HELP = """\
 parity: RL training of language models that measures and corrects the rollout-training mismatch
@@ -207,18 +196,18 @@ def _dispatch(words: list[str]) -> int:
     if command == "--version":
         to_stdout(f"parity-rl {version('parity-rl')}\n")
         return DONE
-    if command == "train":
-        return _train(rest)
     if command not in COMMANDS:
         close = nearest(command, COMMANDS)
         hint = f"Did you mean parity {close}? " if close else ""
         return refuse("parity", "command", "is not known", command, f"{hint}See parity --help.")
-    if any(flag in rest for flag in HELP_FLAGS):
-        to_stdout(USAGES[command])
+    if any(flag in rest for flag in HELP_FLAGS) and (command != "train" or all(word.startswith("-") for word in rest)):
+        to_stdout(_train_help() if command == "train" else USAGES[command])
         return DONE
     match command:
+        case "train":
+            from trainer.cli.train import run_train as run_command
         case "resume":
-            return _resume(rest)
+            from trainer.cli.train import run_resume as run_command
         case "study":
             from trainer.cli.study import run_study as run_command
         case "eval":
@@ -230,7 +219,7 @@ def _dispatch(words: list[str]) -> int:
         case "report":
             from trainer.cli.report import run_report as run_command
         case "export":
-            return _export(rest)
+            from trainer.cli.export import run_export as run_command
         case _ if rest:
             return refuse(f"parity {command}", f"parity {command}", "takes no arguments", " ".join(rest))
         case "recipes":
@@ -238,6 +227,13 @@ def _dispatch(words: list[str]) -> int:
         case _:
             return _doctor()
     return run_command(rest)
+
+
+def _train_help() -> str:
+    groups, presets = (
+        "  ".join(f"{group}={'|'.join(options)}" for group, options in table.items()) for table in (GROUPS, PRESETS)
+    )
+    return TRAIN_HELP.format(groups=groups, presets=presets)
 
 
 def _recipes() -> int:
@@ -258,164 +254,3 @@ def _doctor() -> int:
     findings = examine()
     to_stdout(render(findings))
     return DONE if findings.engines else FAILED
-
-
-def _export(words: list[str]) -> int:
-    command = "parity export"
-    best, adapter = BEST_FLAG in words, ADAPTER_FLAG in words
-    words = [word for word in words if word not in (BEST_FLAG, ADAPTER_FLAG)]
-    if unknown := [word for word in words if word.startswith("-")]:
-        remedy = f"{command} takes {BEST_FLAG} and {ADAPTER_FLAG}."
-        return refuse(command, "flag", "is not known", " ".join(unknown), remedy)
-    moved = [word for word in words if word.startswith("model.")]
-    words = [word for word in words if word not in moved]
-    if len(words) != 2:
-        return refuse(command, command, "takes a run directory and a new directory", " ".join(words))
-    given = Path(from_home(words[0], key="run.dir"))
-    directory = Path(from_home(words[1], key="directory"))
-    from trainer.config.outputs import CHECKPOINTS
-    from trainer.rundir.run_dir import runs_inside, unusable_problem
-
-    is_step = given.absolute().parent.name == CHECKPOINTS
-    run_dir = given.absolute().parents[1] if is_step else given
-    recipe = run_dir / "config.yaml"
-    if not recipe.is_file() or not given.is_dir():
-        saved = ", ".join(sorted(path.name for path in (run_dir / CHECKPOINTS).glob("step_*")))
-        remedy = f"Checkpoints of the run: {saved}." if saved else runs_inside(given)
-        rule = "must be the directory of a run, with its config.yaml, or a checkpoint of one"
-        return refuse(command, "run.dir", rule, str(given), remedy)
-    if is_step and best:
-        return refuse(command, BEST_FLAG, "needs a run directory", str(given), "Leave it out.")
-    from trainer.compose.compose import resolve
-
-    resolution = resolve(recipe.resolve(), moved, own_dir=None, multirun=False, unneeded=NOT_EXPORTED)
-    config = resolution.runs[0].config
-    if config is None:
-        return report(resolution.problems, command=command)
-    if directory.exists():
-        return refuse(command, "directory", "must not exist", str(directory), "Name another one, or remove it.")
-    if (unusable := unusable_problem("directory", directory)) is not None:
-        return report([unusable], command=command)
-    from trainer.rundir.checkpoint import CheckpointError, checkpoint_at, chosen_checkpoint
-
-    try:
-        checkpoint = checkpoint_at(given) if is_step else chosen_checkpoint(config, run_dir, best=best)
-    except CheckpointError as error:
-        return report([str(error)], command=command)
-    from trainer.rundir.resume import lora_of
-
-    if adapter and not lora_of(checkpoint.state.config).rank:
-        remedy = "Leave it out: the whole model is written."
-        return refuse(command, ADAPTER_FLAG, "needs a run with policy.lora.rank above 0", str(given), remedy)
-    # Imported late, because this line imports torch and transformers.
-    from rollout.data.tokenizer import auto_tokenizer_note
-    from trainer.models.description import release_4_note
-    from trainer.models.export import write_adapter, write_model
-    from trainer.rundir.run_dir import StartError
-
-    try:
-        (write_adapter if adapter else write_model)(config, checkpoint, directory)
-    except StartError as error:
-        return report(list(error.problems), command=command)
-    except CheckpointError as error:  # of files that agree with their manifest and still are no weights
-        to_stderr(f"{command}: {error}\n")
-        return FAILED
-    what = "the adapter of the policy" if adapter else "the policy"
-    to_stdout(f"{directory}: {what} after step {checkpoint.state.step}\n")
-    notes = [auto_tokenizer_note(directory), "" if adapter else release_4_note(directory)]
-    to_stderr("".join(f"note: {note}\n" for note in notes if note))
-    return DONE
-
-
-def _train(words: list[str]) -> int:
-    command = "parity train"
-    if not any(not word.startswith("-") for word in words):
-        if any(flag in words for flag in HELP_FLAGS):
-            groups, presets = (
-                "  ".join(f"{group}={'|'.join(options)}" for group, options in table.items())
-                for table in (GROUPS, PRESETS)
-            )
-            to_stdout(TRAIN_HELP.format(groups=groups, presets=presets))
-            return DONE
-        names = ", ".join(recipe_files(recipe_dir()))
-        return refuse(command, "recipe", "is missing", NOT_SET, f"{command} <recipe>; recipes: {names}.")
-    from trainer.cli.arguments import parse_train
-
-    arguments, problems = parse_train(words)
-    recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
-    if isinstance(recipe, Problem):
-        return report([recipe, *problems], command=command)
-    return _checked_train(recipe, arguments, problems, command=f"{command} {arguments.recipe}")
-
-
-def _resume(words: list[str]) -> int:
-    from trainer.cli.arguments import parse_train
-    from trainer.cli.resume import COMMAND, recorded_recipe, resume_words
-    from trainer.rundir.run_dir import CONFIG_FILE
-
-    if not words or words[0].startswith("-"):
-        return refuse(COMMAND, "run.dir", "is missing", NOT_SET, f"{COMMAND} <run.dir> [key=value ...].")
-    run_dir = Path(from_home(words[0], key="run.dir")).absolute()
-    with recorded_recipe(run_dir, words[1:]) as recipe:
-        if isinstance(recipe, Problem):
-            return report([recipe], command=COMMAND)
-        overrides, refused = resume_words(run_dir, words[1:])
-        arguments, problems = parse_train([recipe.stem, *overrides])
-        # The file of the recipe is a temporary copy: problems name the config.yaml of the run instead.
-        own = run_dir / CONFIG_FILE
-        return _checked_train(recipe, arguments, [*refused, *problems], command=f"{COMMAND} {words[0]}", shown_as=own)
-
-
-def _checked_train(
-    recipe: Path,
-    arguments: TrainArguments,
-    problems: list[Problem],
-    *,
-    command: str,
-    shown_as: Path | None = None,
-) -> int:
-    """Resolve all runs, report all problems together, then print the plan or start the runs.
-
-    If `shown_as` is given, problems name this file instead of `recipe`.
-    """
-    from trainer.cli.job import launch, load_tasks
-    from trainer.cli.resume import resolve_start
-    from trainer.cli.sweep import place_in_wandb
-
-    if arguments.inspection is not None:
-        return _inspect(recipe, arguments, problems, command=command)
-    resolution, found = resolve_start(recipe, arguments, shown_as=shown_as)
-    if resolution.multirun and not problems and not found:
-        place_in_wandb(resolution)
-    if arguments.dry_run:
-        refused: Sequence[Problem | str] = [*problems, *found]
-        notes: list[str] = []
-        if not refused:
-            refused, notes = load_tasks(resolution)
-        if not resolution.problems and not problems:  # a plan of words that were not understood would be another run's
-            from trainer.cli.plan import render_plans
-
-            to_stdout(render_plans(resolution, data=notes))
-        # Last: what is wrong must not scroll away.
-        return report(refused, command=command) if refused else DONE
-    return report([*problems, *found], command=command) if problems or found else launch(resolution, command=command)
-
-
-def _inspect(recipe: Path, arguments: TrainArguments, problems: list[Problem], *, command: str) -> int:
-    """Show what Hydra composes, also of an incomplete or invalid config, with a note that the run would be refused."""
-    from trainer.cli.show import show
-    from trainer.compose.compose import hydra_problems, resolve
-    from trainer.compose.overrides import override_words
-
-    own_dir = arguments.own_dir
-    problems += hydra_problems(recipe, arguments.overrides, own_dir=own_dir)
-    if problems:
-        return report(problems, command=command)
-    resolution = resolve(recipe, arguments.overrides, own_dir=own_dir, multirun=False)
-    refused = resolution.problems
-    overrides = [*arguments.overrides, *override_words(resolution.runs[0].from_home)]
-    if said := show(recipe, arguments.hydra_flags, overrides, own_dir=own_dir):
-        return report(refused or [said], command=command)
-    if refused:
-        to_stderr(f"note: a run with this configuration is refused, the first reason is: {refused[0]}\n")
-    return DONE

@@ -211,15 +211,15 @@ def one_more(run_dir: Path) -> Path:
 
 def _one_more_step(run_dir: Path, directory: Path) -> tuple[str, int]:
     """Take a step in `directory` from the newest checkpoint of the run, or its first -> (its number, exit code)."""
-    from trainer.cli.commands import run
+    from trainer.cli.train import run_train
 
     checkpoints = sealed_steps(run_dir / CHECKPOINTS)
     last = max(checkpoints, default=0)
     start = checkpoints[last].resolve() if checkpoints else "null"
     to_stderr(f"{NAME}: taking step {last + 1} in {directory} ...\n")
-    code = run(
+    code = run_train(
         [
-            "train", str((run_dir / CONFIG_FILE).resolve()), f"run.resume_from={start}", f"run.dir={directory}",
+            str((run_dir / CONFIG_FILE).resolve()), f"run.resume_from={start}", f"run.dir={directory}",
             f"run.num_steps={last + 1}", "run.resume=never", "dump.every=1", "eval.every=0", "checkpoint.every=0",
             "tracking.wandb=disabled",
         ]

@@ -1,6 +1,6 @@
 """Checked runs -> their jobs, one after the other -> exit code, with a sentence about the end of each run.
 
-Every run uses the config that was checked before the first run started. Called by `commands.py`.
+Every run uses the config that was checked before the first run started. Called by `train.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The runs that a command would start, also those that go on with an earlier one: `parity resume`, `resume=auto`.
 
-`parity resume` uses the config.yaml of the run as the recipe. Used by `commands.py` and by the Python API.
+`parity resume` uses the config.yaml of the run as the recipe. Used by `train.py` and by the Python API.
 """
 
 from __future__ import annotations

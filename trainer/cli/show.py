@@ -1,6 +1,6 @@
 """Hydra's view of a recipe (--cfg, --info, --help), and Hydra's shell completion; neither starts a run.
 
-Used by `commands.py` and `completion.py`.
+Used by `train.py` and `completion.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,76 @@
+"""`parity export <run.dir> <directory>`: a checkpoint of a run -> a Hugging Face model. Called by `commands.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from algorithms.config.home import from_home
+from trainer.compose.compose import resolve
+from trainer.compose.outcome import ADAPTER_FLAG, BEST_FLAG, DONE, FAILED, refuse, report
+from trainer.config.outputs import CHECKPOINTS
+from trainer.rundir.checkpoint import CheckpointError, checkpoint_at, chosen_checkpoint
+from trainer.rundir.resume import lora_of
+from trainer.rundir.run_dir import CONFIG_FILE, StartError, runs_inside, unusable_problem
+from trainer.text.plain import to_stderr, to_stdout
+
+NAME = "parity export"
+NOT_EXPORTED = ("data", "reward", "episode", "eval.sets")
+"""Sections that an export does not read: their files may be gone, or lie beside another directory."""
+
+
+def run_export(words: Sequence[str]) -> int:
+    """Run `parity export <words>`; return the exit code."""
+    best, adapter = BEST_FLAG in words, ADAPTER_FLAG in words
+    words = [word for word in words if word not in (BEST_FLAG, ADAPTER_FLAG)]
+    if unknown := [word for word in words if word.startswith("-")]:
+        remedy = f"{NAME} takes {BEST_FLAG} and {ADAPTER_FLAG}."
+        return refuse(NAME, "flag", "is not known", " ".join(unknown), remedy)
+    moved = [word for word in words if word.startswith("model.")]
+    words = [word for word in words if word not in moved]
+    if len(words) != 2:
+        return refuse(NAME, NAME, "takes a run directory and a new directory", " ".join(words))
+    given = Path(from_home(words[0], key="run.dir"))
+    directory = Path(from_home(words[1], key="directory"))
+    is_step = given.absolute().parent.name == CHECKPOINTS
+    run_dir = given.absolute().parents[1] if is_step else given
+    recipe = run_dir / CONFIG_FILE
+    if not recipe.is_file() or not given.is_dir():
+        saved = ", ".join(sorted(path.name for path in (run_dir / CHECKPOINTS).glob("step_*")))
+        remedy = f"Checkpoints of the run: {saved}." if saved else runs_inside(given)
+        rule = "must be the directory of a run, with its config.yaml, or a checkpoint of one"
+        return refuse(NAME, "run.dir", rule, str(given), remedy)
+    if is_step and best:
+        return refuse(NAME, BEST_FLAG, "needs a run directory", str(given), "Leave it out.")
+    resolution = resolve(recipe.resolve(), moved, own_dir=None, multirun=False, unneeded=NOT_EXPORTED)
+    config = resolution.runs[0].config
+    if config is None:
+        return report(resolution.problems, command=NAME)
+    if directory.exists():
+        return refuse(NAME, "directory", "must not exist", str(directory), "Name another one, or remove it.")
+    if (unusable := unusable_problem("directory", directory)) is not None:
+        return report([unusable], command=NAME)
+    try:
+        checkpoint = checkpoint_at(given) if is_step else chosen_checkpoint(config, run_dir, best=best)
+    except CheckpointError as error:
+        return report([str(error)], command=NAME)
+    if adapter and not lora_of(checkpoint.state.config).rank:
+        remedy = "Leave it out: the whole model is written."
+        return refuse(NAME, ADAPTER_FLAG, "needs a run with policy.lora.rank above 0", str(given), remedy)
+    # Imported late, because this line imports torch and transformers.
+    from rollout.data.tokenizer import auto_tokenizer_note
+    from trainer.models.description import release_4_note
+    from trainer.models.export import write_adapter, write_model
+
+    try:
+        (write_adapter if adapter else write_model)(config, checkpoint, directory)
+    except StartError as error:
+        return report(list(error.problems), command=NAME)
+    except CheckpointError as error:  # of files that agree with their manifest and still are no weights
+        to_stderr(f"{NAME}: {error}\n")
+        return FAILED
+    what = "the adapter of the policy" if adapter else "the policy"
+    to_stdout(f"{directory}: {what} after step {checkpoint.state.step}\n")
+    notes = [auto_tokenizer_note(directory), "" if adapter else release_4_note(directory)]
+    to_stderr("".join(f"note: {note}\n" for note in notes if note))
+    return DONE

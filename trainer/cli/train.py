@@ -1,0 +1,99 @@
+"""`parity train <recipe>` and `parity resume <run.dir>`: words -> every run, checked, then its plan or its jobs.
+
+All problems of all runs are reported together before torch or Ray is loaded. Called by `commands.py`; `diagnose.py`
+trains one more step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from algorithms.config import NOT_SET, Problem
+from algorithms.config.home import from_home
+from trainer.cli.arguments import TrainArguments, parse_train
+from trainer.cli.job import launch, load_tasks
+from trainer.cli.plan import render_plans
+from trainer.cli.resume import COMMAND as RESUME
+from trainer.cli.resume import recorded_recipe, resolve_start, resume_words
+from trainer.cli.show import show
+from trainer.cli.sweep import COMMAND, place_in_wandb
+from trainer.compose.catalog import find_recipe, recipe_files
+from trainer.compose.compose import hydra_problems, resolve
+from trainer.compose.outcome import DONE, refuse, report
+from trainer.compose.overrides import override_words
+from trainer.config.paths import recipe_dir
+from trainer.rundir.run_dir import CONFIG_FILE
+from trainer.text.plain import to_stderr, to_stdout
+
+
+def run_train(words: Sequence[str]) -> int:
+    """Run `parity train <words>`; return the exit code."""
+    if not any(not word.startswith("-") for word in words):
+        names = ", ".join(recipe_files(recipe_dir()))
+        return refuse(COMMAND, "recipe", "is missing", NOT_SET, f"{COMMAND} <recipe>; recipes: {names}.")
+    arguments, problems = parse_train(words)
+    recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
+    if isinstance(recipe, Problem):
+        return report([recipe, *problems], command=COMMAND)
+    return _checked_train(recipe, arguments, problems, command=f"{COMMAND} {arguments.recipe}")
+
+
+def run_resume(words: Sequence[str]) -> int:
+    """Run `parity resume <words>`; return the exit code."""
+    if not words or words[0].startswith("-"):
+        return refuse(RESUME, "run.dir", "is missing", NOT_SET, f"{RESUME} <run.dir> [key=value ...].")
+    run_dir = Path(from_home(words[0], key="run.dir")).absolute()
+    with recorded_recipe(run_dir, words[1:]) as recipe:
+        if isinstance(recipe, Problem):
+            return report([recipe], command=RESUME)
+        overrides, refused = resume_words(run_dir, words[1:])
+        arguments, problems = parse_train([recipe.stem, *overrides])
+        # The file of the recipe is a temporary copy: problems name the config.yaml of the run instead.
+        own = run_dir / CONFIG_FILE
+        return _checked_train(recipe, arguments, [*refused, *problems], command=f"{RESUME} {words[0]}", shown_as=own)
+
+
+def _checked_train(
+    recipe: Path,
+    arguments: TrainArguments,
+    problems: list[Problem],
+    *,
+    command: str,
+    shown_as: Path | None = None,
+) -> int:
+    """Resolve all runs, report all problems together, then print the plan or start the runs.
+
+    If `shown_as` is given, problems name this file instead of `recipe`.
+    """
+    if arguments.inspection is not None:
+        return _inspect(recipe, arguments, problems, command=command)
+    resolution, found = resolve_start(recipe, arguments, shown_as=shown_as)
+    if resolution.multirun and not problems and not found:
+        place_in_wandb(resolution)
+    if arguments.dry_run:
+        refused: Sequence[Problem | str] = [*problems, *found]
+        notes: list[str] = []
+        if not refused:
+            refused, notes = load_tasks(resolution)
+        if not resolution.problems and not problems:  # a plan of words that were not understood would be another run's
+            to_stdout(render_plans(resolution, data=notes))
+        # Last: what is wrong must not scroll away.
+        return report(refused, command=command) if refused else DONE
+    return report([*problems, *found], command=command) if problems or found else launch(resolution, command=command)
+
+
+def _inspect(recipe: Path, arguments: TrainArguments, problems: list[Problem], *, command: str) -> int:
+    """Show what Hydra composes, also of an incomplete or invalid config, with a note that the run would be refused."""
+    own_dir = arguments.own_dir
+    problems += hydra_problems(recipe, arguments.overrides, own_dir=own_dir)
+    if problems:
+        return report(problems, command=command)
+    resolution = resolve(recipe, arguments.overrides, own_dir=own_dir, multirun=False)
+    refused = resolution.problems
+    overrides = [*arguments.overrides, *override_words(resolution.runs[0].from_home)]
+    if said := show(recipe, arguments.hydra_flags, overrides, own_dir=own_dir):
+        return report(refused or [said], command=command)
+    if refused:
+        to_stderr(f"note: a run with this configuration is refused, the first reason is: {refused[0]}\n")
+    return DONE
