@@ -15,17 +15,19 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from algorithms.config import ConfigError, Problem
 from algorithms.config.home import from_home
 from rollout.processes.child_process import in_child, python_module
-from trainer.cli.arguments import TrainArguments, parse_train
+from trainer.cli.arguments import RecipeArguments, parse_recipe
+from trainer.cli.parsers import BEST
 from trainer.cli.resume import recorded_recipe, resolve_start, resume_words
 from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import resolve
-from trainer.compose.outcome import BEST_FLAG, DONE, INTERRUPTED
+from trainer.compose.outcome import DONE, INTERRUPTED
 from trainer.compose.overrides import directory_override, override_words
 from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
@@ -144,7 +146,7 @@ class RunHandle:
         reads and writes as long as the disk takes. Raises RunError.
         """
         directory = from_home(str(directory), key="directory")
-        words = [str(self.dir), directory, *([BEST_FLAG] if best else [])]
+        words = [str(self.dir), directory, *([BEST] if best else [])]
         done = subprocess.run(  # noqa: S603 - our own command line, no shell
             python_module("trainer", "export", *words), stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
@@ -235,11 +237,12 @@ def train(recipe: str | Path, overrides: Overrides = ()) -> RunHandle:
 def resume(run_dir: str | Path, overrides: Overrides = ()) -> RunHandle:
     """Start `parity resume <run_dir> <overrides>`: go on with a run. Arguments and errors are those of `train`."""
     words, directory = _words(overrides), Path(from_home(str(run_dir), key="run_dir")).absolute()
-    with recorded_recipe(directory, words) as path:
+    arguments, problems = _parsed([str(directory), *words], command="resume")
+    with recorded_recipe(directory, arguments.overrides) as path:
         if isinstance(path, Problem):
-            raise ConfigError([path])
-        own, refused = resume_words(directory, words)
-        arguments, problems = _parsed([path.stem, *own])
+            raise ConfigError([path, *problems])
+        own, refused = resume_words(directory, arguments.overrides)
+        arguments = replace(arguments, overrides=tuple(own))
         command = ["resume", str(directory), *words]
         return _start(path, arguments, [*refused, *problems], command, shown_as=directory / CONFIG_FILE)
 
@@ -254,7 +257,7 @@ def open_run(run_dir: str | Path) -> RunHandle:
 
 
 def _start(
-    recipe: Path, arguments: TrainArguments, problems: list[Problem], words: list[str], *, shown_as: Path | None = None
+    recipe: Path, arguments: RecipeArguments, problems: list[Problem], words: list[str], *, shown_as: Path | None = None
 ) -> RunHandle:
     """Check the command `words` as the command line does, then start it in its directory."""
     if in_child():  # the script has a reward or a rollout function, and a process imports it for that function
@@ -275,7 +278,7 @@ def _start(
     return RunHandle(directory, python_module("trainer", *words))
 
 
-def _read(recipe: str | Path, overrides: Overrides) -> tuple[Path, TrainArguments, list[Problem], list[str]]:
+def _read(recipe: str | Path, overrides: Overrides) -> tuple[Path, RecipeArguments, list[Problem], list[str]]:
     """(file of the recipe, its arguments, problems of the flags, words of the command); raises ConfigError."""
     if not isinstance(recipe, str | Path):
         rule = "must be the name of a recipe, the path of one, or the directory of a run"
@@ -300,9 +303,9 @@ def _words(overrides: Overrides) -> list[str]:
     return list(words)
 
 
-def _parsed(words: Sequence[str]) -> tuple[TrainArguments, list[Problem]]:
+def _parsed(words: Sequence[str], *, command: str = "train") -> tuple[RecipeArguments, list[Problem]]:
     """The arguments of one run, and the problems of flags: unknown ones, and those that start no run or several."""
-    arguments, problems = parse_train(words)
+    arguments, problems = parse_recipe(words, command=command)
     if arguments.dry_run or arguments.multirun or arguments.inspection is not None:
         rule, remedy = "must be those of one run", "load_config shows a config; call train once for each run."
         problems.append(Problem(key="flags", rule=rule, value=" ".join(words), remedy=remedy))

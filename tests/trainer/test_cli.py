@@ -13,9 +13,10 @@ from cli_process import HEAVY, REFUSED_S, parity
 from rollout.rewards.scorer import RewardError
 from trainer.cli.commands import run
 from trainer.cli.job import ERROR_LOG, failed
+from trainer.cli.parsers import PARSERS
 
 
-@pytest.mark.parametrize("words", [["--help"], ["recipes", "--help"], ["doctor", "--help"], ["train", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["recipes", "--help"], ["replay", "--help"], ["train", "--help"]])
 def test_help_appears_at_once(words: list[str], tmp_path: Path) -> None:
     outcome = parity(*words, cwd=tmp_path, watched=(*HEAVY, "hydra", "omegaconf", "rich"))
     assert outcome.code == 0
@@ -131,7 +132,7 @@ def test_eval_names_its_own_flags_and_help(tmp_path: Path) -> None:
         ("--num-steps=4", "flag is not known, got '--num-steps=4'. Keys have no dashes: run.num_steps=4."),
         ("--dryrun", "flag is not known, got '--dryrun'. Keys have no dashes: dryrun=<value>. See parity eval --help."),
         ("--bset", "flag is not known, got '--bset'. Did you mean --best? See parity eval --help."),
-        ("--dry-run", "parity eval takes --config-dir and --best only; show the config with parity train <recipe>"),
+        ("--dry-run", "flag is not known, got '--dry-run'. It is a flag of parity train, parity resume, parity study."),
     ):
         outcome = parity(*words, flag, cwd=tmp_path)
         assert outcome.code == 2 and said in outcome.err
@@ -417,9 +418,18 @@ def test_a_file_of_another_user_is_named(monkeypatch: pytest.MonkeyPatch, capsys
     assert "must be open to this user, got '/theirs/metrics.jsonl'" in capsys.readouterr().err
 
 
-def test_an_unknown_flag_of_export_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["export", "run", "model", "--bset"]) == 2
-    assert "flag is not known, got '--bset'. parity export takes --best and --adapter." in capsys.readouterr().err
+@pytest.mark.parametrize("command", PARSERS)
+def test_each_command_tells_its_flags_and_what_it_does_not_know(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"parity {command}" in shown and all(f"{flag} " in shown for flag in PARSERS[command].flags)
+    assert run([command, str(tmp_path / "nosuch"), "--no-such-flag", "--verison"]) == 2
+    said = capsys.readouterr().err
+    if command not in ("recipes", "doctor"):
+        assert said.count("flag is not known") == 2 and f"See parity {command} --help." in said
+    assert completions(f"parity {command} {tmp_path} --h", tmp_path) == ["--help"]
 
 
 @pytest.mark.parametrize("words", [("report",), ("resume",), ("export", "new"), ("replay", "step=1")])

@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 from algorithms.config import Checked, ConfigError
 from algorithms.config.home import from_home, path_fields
 from trainer import api
+from trainer.cli.arguments import given_words
 from trainer.cli.diagnose import run_diagnose
 from trainer.cli.doctor import _cache
-from trainer.cli.words import given_words
 from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import resolve
 from trainer.compose.hydra_session import hydra_session

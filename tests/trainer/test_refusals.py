@@ -124,7 +124,7 @@ REFUSALS = {
         ),
         ("loss.clip_low", "loss.clip_low is not an override, got 'loss.clip_low'. Write key=value, in quotes where "),
         ("a=b=c", "a cannot be read (mismatched input '=' expecting <EOF>), got 'a=b=c'. Quote a value that holds"),
-        ("optim.lr=1e-3,1e-4", "optim.lr must be one value, got '1e-3,1e-4'. Add -m for one run per value"),
+        ("optim.lr=1e-3,1e-4", "optim.lr must be one value, got '1e-3,1e-4'. parity train -m runs each value"),
         ("run.recipe=x", "run.recipe is set by the command line, got 'x'. Remove it."),
     ],
 }

@@ -359,7 +359,7 @@ def test_resume_refuses_fewer_steps_than_were_taken_and_writes_nothing(
         (["run", "run.dir=other"], "run.dir is set by parity resume"),
         (["run", "resume=clean"], "resume is set by parity resume"),
         (["run", "optim.lrr=1"], "optim.lrr is not a key"),
-        (["run", "run.seed=0,1", "-m"], "run.dir has no effect in a sweep"),
+        (["run", "run.seed=0,1", "-m"], "flag is not known, got '-m'. It is a flag of parity train."),
     ],
 )
 def test_resume_refuses_what_makes_no_sense(

@@ -95,7 +95,7 @@ def test_all_problems_of_all_runs_come_together(
         "-m",
     )
     for said in (
-        "flags cannot be used with parity study, got '--multirun'",
+        "flag is not known, got '-m'. It is a flag of parity train.",
         "run.seed is set by the study, got '1'. Name the seeds with study.seeds=[...]",
         "run.dir is set by the study",
         "optim.lr cannot be swept in a study",

@@ -11,9 +11,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.cli.parsers import COMPLETION, PARSERS
 from trainer.compose.catalog import find_recipe, recipe_files
 from trainer.compose.keys import field_names
-from trainer.compose.outcome import COMMANDS, COMPLETION_FLAGS, DONE, refuse
+from trainer.compose.outcome import DONE, refuse
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 from trainer.rundir.weights_source import KEY
 from trainer.text.plain import to_stdout
@@ -24,14 +25,11 @@ COMPOSING = ("train", "study", "eval")
 """Commands that take a recipe and overrides."""
 OWN_WORDS = ("study.", f"{KEY}=")
 """Prefixes of words that a command reads itself and does not pass to Hydra."""
-FLAGS = ("--dry-run", "--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info", "--help")
-SHARED_FLAGS = ("--config-dir", "--help")
-"""Flags of every command that composes a config."""
 
 
 def complete(words: Sequence[str]) -> int:
     """Answer `parity -sc install=SHELL | uninstall=SHELL | query=SHELL`."""
-    arguments = [word for word in words if word not in COMPLETION_FLAGS]
+    arguments = [word for word in words if word not in COMPLETION]
     if len(arguments) == 1 and arguments[0].startswith(("install=", "uninstall=")):
         from trainer.cli.show import hydra_main
 
@@ -50,7 +48,9 @@ def _query(query: str, line: str) -> None:
     typed = line.split()[1:] + ([""] if not line or line[-1].isspace() else [])
     last = typed[-1] if typed else ""
     if len(typed) <= 1:
-        _offer(COMMANDS, last)
+        _offer(list(PARSERS), last)
+    elif last.startswith("-") and typed[0] in PARSERS:
+        _offer(PARSERS[typed[0]].flags, last)
     elif typed[0] == "replay" and len(typed) > 2:
         from trainer.cli.replay import replay_completions
 
@@ -60,8 +60,6 @@ def _query(query: str, line: str) -> None:
     elif len(typed) == 2:
         files = [path.name for path in Path().glob("*.yaml")] if last else []
         _offer([*recipe_files(recipe_dir()), *files], last)
-    elif last.startswith("-"):
-        _offer(FLAGS if typed[0] == "train" else SHARED_FLAGS, last)
     else:
         own = [word for word in _own_words(typed[0]) if last and word.startswith(last)]
         if own:

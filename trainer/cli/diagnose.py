@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from algorithms.config import NOT_SET, Problem
 from algorithms.config.home import from_home
 from rollout.config import DType, Quantization
+from trainer.cli.arguments import given_words, unknown_word
+from trainer.cli.parsers import PARSERS
 from trainer.cli.tables import rows_text
-from trainer.cli.words import given_words, unknown_word
 from trainer.compose.compose import resolve
 from trainer.compose.outcome import DONE, report
 from trainer.config.outputs import CHECKPOINTS, DUMPS
@@ -91,12 +92,12 @@ def run_diagnose(words: Sequence[str]) -> int:
 
 def _parse(words: Sequence[str]) -> tuple[Arguments | None, list[Problem]]:
     """Parse the words -> (arguments or None, problems); None with at least one problem."""
-    given = given_words(words)
-    places = [word for word in words if "=" not in word]
-    source = Path(from_home(places[0], key="source")) if len(places) == 1 and not places[0].startswith("-") else None
+    parsed, problems = PARSERS["diagnose"].read(words)
+    given = given_words(parsed.words)
+    places = [word for word in parsed.words if "=" not in word]
+    source = Path(from_home(places[0], key="source")) if len(places) == 1 else None
     is_run = source is not None and (source / CONFIG_FILE).is_file()
     is_bundle = source is not None and (source.is_file() or (not is_run and bool(rank_files(source))))
-    problems: list[Problem] = []
     if source is None or not (is_bundle or is_run):
         rule, value = ("must be a bundle or the directory of a run", " ".join(places)) if places else (
             "is missing", NOT_SET)  # fmt: skip

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from algorithms.config import NOT_SET, ConfigError, Problem
 from rollout.config import SGLangConfig
-from trainer.cli.arguments import TrainArguments, parse_train
+from trainer.cli.arguments import parse_recipe
+from trainer.cli.parsers import BEST
 from trainer.cli.tables import rows_text
 from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import Resolution, resolve
-from trainer.compose.outcome import BEST_FLAG, DONE, refuse, report
+from trainer.compose.outcome import DONE, refuse, report
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
 from trainer.ending.termination import RunTerminated, termination_requests
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from rollout.collect.evaluate import EvalResult
 
 NAME = "parity eval"
-FLAGS = ("--config-dir", BEST_FLAG)
 TRAINING = (
     "advantage", "batch", "checkpoint", "collect", "correction", "critic", "dump", "guard", "loss", "optim", "policy",
     "reference", "schedule",
@@ -45,14 +45,11 @@ TRAINING = (
 
 def run_eval(words: Sequence[str]) -> int:
     """Run `parity eval <words>`; return the exit code."""
-    best = BEST_FLAG in words
     given = [word.partition("=")[2] for word in words if word.startswith(f"{KEY}=")]
-    rest = [word for word in words if word != BEST_FLAG and not word.startswith(f"{KEY}=")]
-    if not any(not word.startswith("-") for word in rest):
+    arguments, problems = parse_recipe([word for word in words if not word.startswith(f"{KEY}=")], command="eval")
+    if not arguments.recipe:
         return refuse(NAME, "recipe", "is missing", NOT_SET, f"{NAME} <recipe>; see {NAME} --help.")
-    arguments, problems = parse_train(rest, command=NAME, flags=FLAGS)
-    problems += flag_problems(arguments, command=NAME, flags=FLAGS)
-    source = _source(given, best=best, problems=problems)
+    source = _source(given, best=arguments.best, problems=problems)
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(recipe, Problem):
         return report([recipe, *problems], command=NAME)
@@ -76,15 +73,6 @@ def run_eval(words: Sequence[str]) -> int:
     return _evaluate(run.config, source, checkpoint, resolution.run_dir(0))
 
 
-def flag_problems(arguments: TrainArguments, *, command: str, flags: Sequence[str]) -> list[Problem]:
-    """Problems of flags of `parity train` that another command, which reads one config, cannot use."""
-    given = [*arguments.hydra_flags, *(["--dry-run"] if arguments.dry_run else [])]
-    if not given:
-        return []
-    remedy = f"{command} takes {' and '.join(flags)} only; show the config with parity train <recipe> --cfg job."
-    return [Problem(key="flags", rule=f"cannot be used with {command}", value=" ".join(given), remedy=remedy)]
-
-
 def _source(given: list[str], *, best: bool, problems: list[Problem]) -> WeightsSource | None:
     """Source of the weights to evaluate; None if it is unknown, with an entry in `problems`."""
     if len(given) != 1:
@@ -101,7 +89,7 @@ def _source(given: list[str], *, best: bool, problems: list[Problem]) -> Weights
         problems.append(source)
         return None
     if best and source.kind is not SourceKind.run:
-        problems.append(Problem(key=BEST_FLAG, rule="needs a run directory", value=given[0], remedy="Leave it out."))
+        problems.append(Problem(key=BEST, rule="needs a run directory", value=given[0], remedy="Leave it out."))
     return source
 
 

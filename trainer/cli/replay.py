@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from algorithms.config import NOT_SET, Problem
 from algorithms.config.home import from_home
+from trainer.cli.arguments import given_words, unknown_word
+from trainer.cli.parsers import PARSERS
 from trainer.cli.tables import rows_text
-from trainer.cli.words import given_words, unknown_word
 from trainer.compose.compose import resolve
 from trainer.compose.outcome import DONE, report
 from trainer.config.outputs import DUMPS
@@ -66,6 +67,10 @@ class BundleArguments:
 
 def run_replay(words: Sequence[str]) -> int:
     """Run `parity replay <words>`; return the exit code."""
+    parsed, problems = PARSERS["replay"].read(words)
+    if problems:
+        return report(problems, command=NAME)
+    words = parsed.words
     places = [Path(from_home(word, key="run.dir")) for word in words if "=" not in word]
     file = next((place for place in places if place.is_file() or _is_of_ranks(place)), None)
     if file is not None:

@@ -5,12 +5,12 @@ In place of a run stands a bundle too: a step of any trainer, with its mismatch 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from algorithms.config import NOT_SET, Problem
 from algorithms.config.home import from_home
+from trainer.cli.parsers import PARSERS
 from trainer.compose.outcome import DONE, FAILED, report
 from trainer.rundir.run_dir import REPORT_FILE, runs_inside, unusable_problem, write_whole
 from trainer.text.plain import to_stderr, to_stdout
@@ -71,17 +71,9 @@ def _report_bundle(file: Path, out: Path) -> int:
 
 def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]]:
     """Parse the words -> (run directories without repeats, file of --out, problems of the words)."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("runs", nargs="*")
-    parser.add_argument("-o", "--out")
-    try:
-        parsed, unknown = parser.parse_known_intermixed_args(words)
-    except argparse.ArgumentError:
-        return [], None, [Problem(key="--out", rule="must be followed by a file", value=" ".join(words))]
-    remedy = f"See {COMMAND} --help."
-    problems = [Problem(key="flag", rule="is not known", value=word, remedy=remedy) for word in unknown]
+    parsed, problems = PARSERS["report"].read(words)
     # A file in the run directory, for example metrics.jsonl or report.html, names the run as well.
-    given = (Path(from_home(run, key="run")) for run in parsed.runs)
+    given = (Path(from_home(run, key="run")) for run in parsed.words)
     places = (path.parent if path.is_file() and not _is_bundle(path) else path for path in given)
     run_dirs = {path.resolve(): path for path in places}
     if not run_dirs and not problems:

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import yaml
 
 from algorithms.config import NOT_SET, Problem
-from trainer.cli.arguments import TrainArguments
+from trainer.cli.arguments import RecipeArguments
 from trainer.compose.compose import Resolution, resolve
 from trainer.compose.overrides import directory_override
 from trainer.config.train import GROUPS
@@ -24,7 +24,7 @@ from trainer.text.redact import REDACTED
 from trainer.text.yaml_text import load_yaml
 
 COMMAND = "parity resume"
-_FIXED_WORDS = ("run.dir=", "run.resume=", "resume=")
+_FIXED_WORDS = ("run.dir=", "run.resume=")
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def resume_words(run_dir: Path, overrides: Sequence[str]) -> tuple[list[str], li
 
 
 def resolve_start(
-    recipe: Path, arguments: TrainArguments, *, shown_as: Path | None = None
+    recipe: Path, arguments: RecipeArguments, *, shown_as: Path | None = None
 ) -> tuple[Resolution, list[Problem]]:
     """(all runs that the arguments ask for, all problems of starting them); an earlier run gives the directory.
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from algorithms.config import NOT_SET, Problem
 from algorithms.objective import objective, reference_term
-from trainer.cli.arguments import parse_train
-from trainer.cli.evaluate import flag_problems
+from trainer.cli.arguments import parse_recipe
 from trainer.cli.plan import render_plan
 from trainer.cli.tables import labelled, rows_text
 from trainer.compose.catalog import find_recipe, recipe_name
@@ -46,7 +45,6 @@ from trainer.text.redact import redact_argv
 NAME = "parity study"
 SECTION = "study"
 MODES = f"{SECTION}.modes"
-FLAGS = ("--config-dir", "--dry-run")
 RESUME_WORDS = ("resume=auto", "run.resume=auto")
 
 
@@ -54,10 +52,9 @@ def run_study(words: Sequence[str]) -> int:
     """Run or continue the study of `parity study <words>`; return the exit code."""
     own = [word for word in words if word.startswith(f"{SECTION}.")]
     rest = [word for word in words if word not in own and word not in RESUME_WORDS]
-    if not any(not word.startswith("-") for word in rest):
+    arguments, problems = parse_recipe(rest, command="study")
+    if not arguments.recipe:
         return refuse(NAME, "recipe", "is missing", NOT_SET, f"{NAME} <recipe>; see {NAME} --help.")
-    arguments, problems = parse_train(rest, command=NAME, flags=FLAGS)
-    problems += flag_problems(replace(arguments, dry_run=False), command=NAME, flags=FLAGS)
     config, wrong = read_own_keys(StudyConfig, own, section=SECTION)
     problems += wrong
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)

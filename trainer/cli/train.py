@@ -7,11 +7,12 @@ trains one more step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from algorithms.config import NOT_SET, Problem
 from algorithms.config.home import from_home
-from trainer.cli.arguments import TrainArguments, parse_train
+from trainer.cli.arguments import RecipeArguments, parse_recipe
 from trainer.cli.job import launch, load_tasks
 from trainer.cli.plan import render_plans
 from trainer.cli.resume import COMMAND as RESUME
@@ -29,10 +30,10 @@ from trainer.text.plain import to_stderr, to_stdout
 
 def run_train(words: Sequence[str]) -> int:
     """Run `parity train <words>`; return the exit code."""
-    if not any(not word.startswith("-") for word in words):
+    arguments, problems = parse_recipe(words)
+    if not arguments.recipe:
         names = ", ".join(recipe_files(recipe_dir()))
         return refuse(COMMAND, "recipe", "is missing", NOT_SET, f"{COMMAND} <recipe>; recipes: {names}.")
-    arguments, problems = parse_train(words)
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(recipe, Problem):
         return report([recipe, *problems], command=COMMAND)
@@ -41,22 +42,23 @@ def run_train(words: Sequence[str]) -> int:
 
 def run_resume(words: Sequence[str]) -> int:
     """Run `parity resume <words>`; return the exit code."""
-    if not words or words[0].startswith("-"):
+    arguments, problems = parse_recipe(words, command="resume")
+    if not arguments.recipe:
         return refuse(RESUME, "run.dir", "is missing", NOT_SET, f"{RESUME} <run.dir> [key=value ...].")
-    run_dir = Path(from_home(words[0], key="run.dir")).absolute()
-    with recorded_recipe(run_dir, words[1:]) as recipe:
+    run_dir = Path(from_home(arguments.recipe, key="run.dir")).absolute()
+    with recorded_recipe(run_dir, arguments.overrides) as recipe:
         if isinstance(recipe, Problem):
-            return report([recipe], command=RESUME)
-        overrides, refused = resume_words(run_dir, words[1:])
-        arguments, problems = parse_train([recipe.stem, *overrides])
+            return report([recipe, *problems], command=RESUME)
+        overrides, refused = resume_words(run_dir, arguments.overrides)
+        own = replace(arguments, overrides=tuple(overrides))
         # The file of the recipe is a temporary copy: problems name the config.yaml of the run instead.
-        own = run_dir / CONFIG_FILE
-        return _checked_train(recipe, arguments, [*refused, *problems], command=f"{RESUME} {words[0]}", shown_as=own)
+        command, shown_as = f"{RESUME} {arguments.recipe}", run_dir / CONFIG_FILE
+        return _checked_train(recipe, own, [*refused, *problems], command=command, shown_as=shown_as)
 
 
 def _checked_train(
     recipe: Path,
-    arguments: TrainArguments,
+    arguments: RecipeArguments,
     problems: list[Problem],
     *,
     command: str,
@@ -83,7 +85,7 @@ def _checked_train(
     return report([*problems, *found], command=command) if problems or found else launch(resolution, command=command)
 
 
-def _inspect(recipe: Path, arguments: TrainArguments, problems: list[Problem], *, command: str) -> int:
+def _inspect(recipe: Path, arguments: RecipeArguments, problems: list[Problem], *, command: str) -> int:
     """Show what Hydra composes, also of an incomplete or invalid config, with a note that the run would be refused."""
     own_dir = arguments.own_dir
     problems += hydra_problems(recipe, arguments.overrides, own_dir=own_dir)

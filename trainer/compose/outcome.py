@@ -1,4 +1,4 @@
-"""Shared parts of all commands: names, flags, exit codes, and the report of problems. Imports no large package."""
+"""Shared parts of all commands: exit codes, and the report of problems. Imports no large package."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from trainer.text.plain import to_stderr
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run failed; nothing was started because of the command line; ended by Ctrl-C."""
-
-COMMANDS = ("train", "resume", "study", "eval", "replay", "diagnose", "report", "recipes", "export", "doctor")
-BEST_FLAG = "--best"
-ADAPTER_FLAG = "--adapter"
-COMPLETION_FLAGS = ("-sc", "--shell-completion")
-
 
 NOTHING_STARTED = "nothing was started"
 """End of the first line of a refusal."""

@@ -223,7 +223,7 @@ def _without_effect(override: Override, word: str, *, multirun: bool) -> Problem
     if not override.is_sweep_override():
         return None
     if not multirun:
-        remedy = f"Add -m for one run per value; a list is written [a,b], a text with commas \"{key}='a,b'\"."
+        remedy = f"parity train -m runs each value; a list is written [a,b], a text with commas \"{key}='a,b'\"."
         return Problem(key=key, rule="must be one value", value=value, remedy=remedy)
     if override.is_hydra_override() or not override.is_discrete_sweep():
         remedy = "Name the values of a key that is not Hydra's: key=a,b,c."
