@@ -21,10 +21,9 @@ from trainer.cli.tables import rows_text
 from trainer.compose.compose import resolve
 from trainer.compose.outcome import DONE, report
 from trainer.config.outputs import DUMPS
-from trainer.config.train import TrainConfig
 from trainer.replay.modes import all_names, name_problems, of_bundle
 from trainer.replay.peers.places import rank_files
-from trainer.rundir.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
+from trainer.rundir.dump import CONFIG, DumpError, dumped_steps, open_dump, way_to_a_dump
 from trainer.rundir.run_dir import CONFIG_FILE, runs_inside, unusable_problem
 from trainer.text.plain import to_stdout
 
@@ -34,120 +33,80 @@ if TYPE_CHECKING:
 NAME = "parity replay"
 OUTPUT = "replay"
 """Directory in run.dir for the results, unless out= names another directory."""
-KEYS = ("step", "modes", "out", "bundle")
 OF_FILE = ("modes", "out", "bundle")
-"""Words that go with a bundle, or with a file of another trainer."""
+KEYS = ("step", *OF_FILE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayArguments:
+class Arguments:
     """Arguments of `parity replay`."""
 
-    run_dir: Path
-    step: int
+    source: Path
+    """Directory of a run, or a bundle, or a file or directory of another trainer."""
+    step: int | None
+    """The step of the run, or the rollout to take from a directory with several; None of a file."""
     modes: tuple[str, ...]
     """Names of modes and presets; all names if none was given."""
     out: Path
-    bundle: Path | None = None
-    """File to which the step is written as a bundle; None if it is not asked for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BundleArguments:
-    """Arguments of `parity replay` for a bundle, or for a file or directory of another trainer."""
-
-    file: Path
-    modes: tuple[str, ...]
-    out: Path
-    step: int | None = None
-    """The rollout to take from a directory with several."""
-    bundle: Path | None = None
+    bundle: Path | None
     """File to which the step is written as a bundle; None if it is not asked for."""
 
 
 def run_replay(words: Sequence[str]) -> int:
     """Run `parity replay <words>`; return the exit code."""
-    parsed, problems = PARSERS["replay"].read(words)
-    if problems:
-        return report(problems, command=NAME)
-    words = parsed.words
-    places = [Path(from_home(word, key="run.dir")) for word in words if "=" not in word]
-    file = next((place for place in places if place.is_file() or _is_of_ranks(place)), None)
-    if file is not None:
-        of_file, problems = parse_bundle(file, words)
-        return report(problems, command=NAME) if of_file is None else _replay_bundle(of_file)
-    arguments, problems = parse_replay(words)
+    arguments, problems = _parse(words)
     if arguments is None:
         return report(problems, command=NAME)
-    command = f"{NAME} {arguments.run_dir}"
-    try:
-        dump = open_dump(arguments.run_dir, arguments.step)
-    except DumpError as error:
-        return report([str(error)], command=command)
-    resolution = resolve((dump.path / CONFIG).resolve(), (), own_dir=None, multirun=False)
-    config = resolution.runs[0].config
-    if config is None:
-        return report(list(resolution.problems), command=command)
-    return _replay(arguments, dump, config)
+    return _replay_bundle(arguments) if _is_bundle(arguments.source) else _replay_run(arguments)
 
 
-def _is_of_ranks(place: Path) -> bool:
-    """Whether `place` is a directory that another trainer filled, one file per rank."""
-    return bool(rank_files(place)) and not any((place / name).exists() for name in (CONFIG_FILE, DUMPS))
+def _is_run(place: Path) -> bool:
+    return any((place / name).exists() for name in (CONFIG_FILE, DUMPS))
 
 
-def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Problem]]:
+def _is_bundle(place: Path) -> bool:
+    """True for a file, and for a directory that another trainer filled, one file per rank."""
+    return place.is_file() or (bool(rank_files(place)) and not _is_run(place))
+
+
+def _parse(words: Sequence[str]) -> tuple[Arguments | None, list[Problem]]:
     """Parse the words after `parity replay` -> (arguments or None, problems); None with at least one problem."""
-    given, names = _given(words)
-    places = [word for word in words if "=" not in word]
-    problems = [unknown_word(key, value, known=KEYS, command=NAME) for key, value in given.items() if key not in KEYS]
-    run_dir = Path(from_home(places[0], key="run.dir")) if len(places) == 1 and not places[0].startswith("-") else None
-    if run_dir is None or not any((run_dir / name).exists() for name in (CONFIG_FILE, DUMPS)):
-        rule, value = ("must be the directory of one run", " ".join(places)) if places else ("is missing", NOT_SET)
-        remedy = f"{NAME} <run.dir> step=N. {runs_inside(run_dir) if run_dir is not None else ''}".strip()
+    parsed, problems = PARSERS["replay"].read(words)
+    given = given_words(parsed.words)
+    places = [Path(from_home(word, key="run.dir")) for word in parsed.words if "=" not in word]
+    shown = " ".join(map(str, places))
+    bundles = [place for place in places if _is_bundle(place)]
+    source = next(iter([*bundles, *places]), None)
+    known = OF_FILE if bundles and bundles[0].is_file() else KEYS
+    problems += [
+        unknown_word(key, value, known=known, command=NAME) for key, value in given.items() if key not in known
+    ]
+    if bundles and len(places) > 1:
+        problems.append(Problem(key="bundle", rule="must be one file", value=shown))
+    if not bundles and (source is None or len(places) > 1 or not _is_run(source)):
+        rule, value = ("must be the directory of one run", shown) if places else ("is missing", NOT_SET)
+        remedy = f"{NAME} <run.dir> step=N. {runs_inside(places[0]) if len(places) == 1 else ''}".strip()
         problems.append(Problem(key="run.dir", rule=rule, value=value, remedy=remedy))
-        run_dir = None
-    step = given.get("step")
-    if step is None:
-        remedy = f"Write step=N. {way_to_a_dump(run_dir) if run_dir is not None else ''}".strip()
+        source = None
+    step, first = given.get("step"), 0 if bundles else 1
+    if step is None and not bundles:
+        remedy = f"Write step=N. {way_to_a_dump(source) if source is not None else ''}".strip()
         problems.append(Problem(key="step", rule="is missing", value=NOT_SET, remedy=remedy))
-    elif not step.isdecimal() or int(step) < 1:
-        problems.append(Problem(key="step", rule="must be a whole number >= 1", value=step))
-    problems += name_problems(names)
-    if problems or run_dir is None or step is None:
+    elif step is not None and (not step.isdecimal() or int(step) < first):
+        problems.append(Problem(key="step", rule=f"must be a whole number >= {first}", value=step))
+    names, every = [name for name in given.get("modes", "").split(",") if name], of_bundle() if bundles else all_names()
+    problems += name_problems(names, known=every)
+    if problems or source is None:
         return None, problems
-    out = Path(given["out"]) if given.get("out") else run_dir / OUTPUT / f"step_{int(step):06d}"
-    if (unusable := unusable_problem("out", out)) is not None:
-        return None, [unusable]
-    bundle = Path(given["bundle"]) if given.get("bundle") else None
-    if bundle is not None and (unusable := unusable_problem("bundle", bundle.parent)) is not None:
-        return None, [unusable]
-    modes = tuple(names or all_names())
-    return ReplayArguments(run_dir=run_dir, step=int(step), modes=modes, out=out, bundle=bundle), []
-
-
-def parse_bundle(file: Path, words: Sequence[str]) -> tuple[BundleArguments | None, list[Problem]]:
-    """Parse the words after `parity replay` with a file among them -> (arguments or None, problems)."""
-    given, names = _given(words)
-    known = (*OF_FILE, "step") if file.is_dir() else OF_FILE
-    problems = [unknown_word(key, value, known=known, command=NAME) for key, value in given.items() if key not in known]
-    others = [word for word in words if "=" not in word and Path(from_home(word, key="bundle")) != file]
-    if others:
-        problems.append(Problem(key="bundle", rule="must be one file", value=" ".join([str(file), *others])))
-    problems += name_problems(names, known=of_bundle())
-    step = given.get("step") if "step" in known else None
-    if step is not None and not step.isdecimal():
-        problems.append(Problem(key="step", rule="must be a whole number >= 0", value=step))
-    out = Path(given["out"]) if given.get("out") else file.with_name(f"{file.stem}_{OUTPUT}")
+    number = None if step is None else int(step)
+    default = source.with_name(f"{source.stem}_{OUTPUT}") if bundles else source / OUTPUT / f"step_{number:06d}"
+    out = Path(given["out"]) if given.get("out") else default
     bundle = Path(given["bundle"]) if given.get("bundle") else None
     for key, directory in (("out", out), ("bundle", None if bundle is None else bundle.parent)):
         if directory is not None and (unusable := unusable_problem(key, directory)) is not None:
             problems.append(unusable)
-    if problems:
-        return None, problems
-    number = None if step is None else int(step)
-    modes = tuple(names or of_bundle())
-    return BundleArguments(file=file, modes=modes, out=out, step=number, bundle=bundle), []
+    made = Arguments(source=source, step=number, modes=tuple(names or every), out=out, bundle=bundle)
+    return (None if problems else made), problems
 
 
 def replay_completions(typed: Sequence[str]) -> list[str]:
@@ -161,13 +120,17 @@ def replay_completions(typed: Sequence[str]) -> list[str]:
     return [f"{key}=" for key in KEYS]
 
 
-def _given(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(key -> value of the words of the form key=value, the names of modes=)."""
-    given = given_words(words)
-    return given, [name for name in given.get("modes", "").split(",") if name]
-
-
-def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
+def _replay_run(arguments: Arguments) -> int:
+    command = f"{NAME} {arguments.source}"
+    assert arguments.step is not None
+    try:
+        dump = open_dump(arguments.source, arguments.step)
+    except DumpError as error:
+        return report([str(error)], command=command)
+    resolution = resolve((dump.path / CONFIG).resolve(), (), own_dir=None, multirun=False)
+    config = resolution.runs[0].config
+    if config is None:
+        return report(list(resolution.problems), command=command)
     # Imported late, because these lines import torch.
     from trainer.cli.job import failed
     from trainer.replay.bundle import write_bundle
@@ -175,7 +138,7 @@ def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
     from trainer.replay.results import replay_step, write_replay
 
     try:
-        replay = replay_step(dump, config, arguments.modes, run_dir=arguments.run_dir)
+        replay = replay_step(dump, config, arguments.modes, run_dir=arguments.source)
         to_stdout(render_replay(replay))
         arguments.out.mkdir(parents=True, exist_ok=True)
         result, page = write_replay(replay, arguments.out)
@@ -188,7 +151,7 @@ def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
     return DONE
 
 
-def _replay_bundle(arguments: BundleArguments) -> int:
+def _replay_bundle(arguments: Arguments) -> int:
     # Imported late, because these lines import torch.
     from trainer.cli.job import failed
     from trainer.replay.bundle import BundleError, write_bundle
@@ -196,9 +159,9 @@ def _replay_bundle(arguments: BundleArguments) -> int:
     from trainer.replay.peers.recognise import read_any
 
     try:
-        bundle = read_any(arguments.file, step=arguments.step)
+        bundle = read_any(arguments.source, step=arguments.step)
     except BundleError as error:
-        return report([str(error)], command=f"{NAME} {arguments.file}")
+        return report([str(error)], command=f"{NAME} {arguments.source}")
     try:
         replay = replay_bundle(bundle, arguments.modes)
         facts = "\n".join(replay.facts())
