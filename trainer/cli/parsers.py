@@ -49,6 +49,11 @@ class CommandParser(ArgumentParser):
         """The long name of every flag."""
         return [flag for flag in self._option_string_actions if flag.startswith("--")]
 
+    def takes_value(self, flag: str) -> bool:
+        """True if the word after `flag` is its value."""
+        action = self._option_string_actions.get(flag)
+        return action is not None and action.nargs is None
+
     def read(self, words: Sequence[str]) -> tuple[Namespace, list[Problem]]:
         """(The value of each flag, and in `words` what is no flag; a Problem for each unusable flag)."""
         problems: list[Problem] = []
@@ -56,8 +61,12 @@ class CommandParser(ArgumentParser):
             parsed, unknown = self.parse_known_intermixed_args(words)
             unknown = [word for word in unknown if word.startswith("-")]
             if unknown:
-                # Words behind an unknown flag were not sorted: sort again without the flag.
-                parsed, _ = self.parse_known_intermixed_args([word for word in words if word not in unknown])
+                # Words behind an unknown flag were not sorted: sort again without the flag, and without its value if it
+                # is a flag of another command.
+                valued = [flag for flag in unknown if any(parser.takes_value(flag) for parser in PARSERS.values())]
+                pairs = zip(["", *words], words, strict=False)
+                kept = [word for before, word in pairs if word not in unknown and before not in valued]
+                parsed, _ = self.parse_known_intermixed_args(kept)
         except ArgumentError as error:
             # The words that belong to the flag are unknown, so the others cannot be checked.
             problems.append(Problem(key="flags", rule=f"cannot be read ({error})", value=" ".join(words)))
