@@ -58,9 +58,7 @@ def run_eval(words: Sequence[str]) -> int:
     [run] = resolution.runs
     if run.config is not None:
         problems += _server_problems(run.config)
-        problems += (
-            [] if source is None else [*_weights_problems(run.config, source), *_best_problems(run.config, source)]
-        )
+        problems += [] if source is None else _weights_problems(run.config, source)
     if problems or source is None or run.config is None:
         return report(problems, command=f"{NAME} {arguments.recipe}")
     try:
@@ -106,7 +104,10 @@ def _set_apart(resolution: Resolution) -> Resolution:
 
 
 def _weights_problems(config: TrainConfig, source: WeightsSource) -> Iterator[Problem]:
-    """Yield the problems of the model: all weights but those of an exported model need the model of the config."""
+    """Yield the problems of the model: all weights but those of an exported model need the model of the config.
+
+    And of --best, for a run that kept no best checkpoint.
+    """
     if source.kind is not SourceKind.model:
         yield from policy_problems(config)
         if source.kind is SourceKind.adapter:
@@ -121,10 +122,6 @@ def _weights_problems(config: TrainConfig, source: WeightsSource) -> Iterator[Pr
                 yield read
     elif isinstance(found := find_model(KEY, str(source.path), None), Problem):
         yield found
-
-
-def _best_problems(config: TrainConfig, source: WeightsSource) -> Iterator[Problem]:
-    """Yield the problem of the flag for the best checkpoint of a run that kept none."""
     if source.best and source.kind is SourceKind.run and (problem := best_problem(config, source.path)) is not None:
         yield problem
 
