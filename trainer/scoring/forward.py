@@ -15,10 +15,10 @@ from trainer.batch.train_batch import MicroBatch, TokenScores, TokenSupports
 from trainer.scoring.attention import Segments
 from trainer.scoring.logprob_head import HeadOptions, cut_outside, token_logprobs
 
-FLOOR_ELEMENTS = 2**24
-"""Logits (tokens x vocabulary) on which the head's rounding is measured: 128 MiB in float64."""
+FLOOR_ELEMENTS = 2**23
+"""Logits (tokens x vocabulary) on which the head's rounding is measured: 32 MiB in float32."""
 FLOOR_VOCAB_ROWS = 8192
-"""Head rows converted to float64 at a time: bounds the memory of the measurement."""
+"""Head rows converted at a time: bounds the memory of the measurement."""
 
 
 def states_before(decoder: nn.Module, micro: MicroBatch) -> Tensor:
@@ -46,18 +46,19 @@ def head_floor(
 ) -> Tensor:
     """Log-prob error that the engine's head arithmetic alone causes: [F] float64.
 
-    The same hidden states go through the head twice: in `engine_dtype` with a float32 log-softmax, as an
-    engine does, and in float64. Everything else being equal, K3 of the difference is the smallest mismatch
-    that two correct engines can show.
+    The same hidden states go through the head twice: in `engine_dtype` with a float32 log-softmax, as an engine does,
+    and in float32, or in float64 for an engine in float32. The second rounds a thousandth of the first. Everything
+    else being equal, K3 of the difference is the smallest mismatch that two correct engines can show.
     """
+    finer = torch.float64 if engine_dtype == torch.float32 else torch.float32
     num_tokens = max(1, FLOOR_ELEMENTS // head.weight.shape[0])
     hidden, targets = hidden[:num_tokens].detach(), targets[:num_tokens]
     bias = None if head.bias is None else head.bias.detach()
     weight = head.weight.detach()
     rounded = linear(hidden.to(engine_dtype), weight.to(engine_dtype), None if bias is None else bias.to(engine_dtype))
-    exact = torch.cat([hidden.double() @ rows.double().T for rows in weight.split(FLOOR_VOCAB_ROWS)], dim=-1)
+    exact = torch.cat([hidden.to(finer) @ rows.to(finer).T for rows in weight.split(FLOOR_VOCAB_ROWS)], dim=-1)
     if bias is not None:
-        exact = exact + bias.double()
+        exact = exact + bias.to(finer)
     deltas = []
     for logits in (rounded.float(), exact):
         if supports is not None:
