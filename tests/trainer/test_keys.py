@@ -7,13 +7,14 @@ from typing import get_type_hints
 from algorithms.config.rules import Description, describe
 from trainer.config.train import GROUPS, TrainConfig
 
-MAX_KEYS = 172
+MAX_KEYS = 173
 """Distinct keys over all options of all groups. A new key needs a recipe that sets it or a document that argues for it;
 then this number follows. Four of them are tracking.name, group, tags and notes: W&B's own words for a run, which
 people set for every run; docs/tracking.md argues for them. run.resume_from is for docs/resume.md: one checkpoint under
 several corrections. policy.lora.merge is for docs/lora.md: what the engines get of an adapter.
 sampling.stop is for docs/rollouts.md: base models whose template ends a turn with another token than theirs.
-data.continue_assistant is for docs/data_and_reward.md: prompts that begin the answer."""
+data.continue_assistant is for docs/data_and_reward.md: prompts that begin the answer.
+run.profile_steps is for docs/speed.md: traces of chosen steps."""
 
 
 def every_key() -> dict[str, Description]:
