@@ -46,8 +46,8 @@ class ScoreStats:
     """Responses whose scoring failed in the last try."""
     unscored: int = 0
     """Those among them without a reward: nothing proves that the response is the cause."""
-    errors: list[str] = field(default_factory=list)
-    """The first responses whose scoring failed, each with the reason."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """The first reasons why scoring failed, each with the first response that it met."""
 
     def problem(self, config: RewardConfig, *, early: bool = False) -> str | None:
         """The limit that the failures exceed, with their numbers; None if they exceed none.
@@ -57,10 +57,11 @@ class ScoreStats:
         out_of = max(self.scored, EARLY) if early else self.scored
         if self.failed <= most_failed(config.max_failed_fraction, config.min_failed, out_of):
             return None
+        reasons = "; ".join(f"{place}: {reason}" for reason, place in self.errors.items())
         counts = ", ".join(f"{failure.value} {self.calls[failure]}" for failure in Failure)
         return (
             f"failed on {self.failed} of {self.scored} responses, more than reward.max_failed_fraction="
-            f"{config.max_failed_fraction:g} (calls: {counts}): {'; '.join(self.errors)}"
+            f"{config.max_failed_fraction:g} (calls: {counts}): {reasons}"
         )
 
     def metrics(self) -> dict[str, float | None]:
@@ -212,7 +213,7 @@ class Scorer:
             stats.calls[outcome.failure] += 1
             stats.failed += 1
             if len(stats.errors) < LISTED_ERRORS:
-                stats.errors.append(f"prompt {sample.prompt_id}/{sample.sample_index}: {outcome.message}")
+                stats.errors.setdefault(outcome.message, f"prompt {sample.prompt_id}/{sample.sample_index}")
             if not outcome.proven:
                 stats.unscored += 1
                 sample.correct = False

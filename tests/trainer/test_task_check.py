@@ -94,7 +94,7 @@ def test_mistakes_cost_no_import_of_torch_and_leave_nothing(own: Path, more: tup
         ("model.path=tiny/config.json", "It is a file: model.path=tiny is its directory."),
         ("sampling.max_new_tokens=200", "sampling.max_new_tokens must be <= 108: the model's context has 128"),
         ("eval.max_new_tokens=200", "eval.max_new_tokens must be <= 108: the model's context has 128"),
-        ("reward.function=own.py:raises", "got 'own.py:raises'. It failed with KeyError: '0' (own.py, line 3)"),
+        ("reward.function=own.py:raises", "got 'own.py:raises'. It failed: KeyError: '0' (own.py, line 3)"),
         ("reward.function=own.py:of_verl", "ground_truth is answer."),
         ("reward.function=own.py:rewrd", "own.py has no function 'rewrd'; it has of_verl, raises, reward"),
         ("data.train_path=word_problems:hard@train", "is unknown: use word_problems:LEVEL@SPLIT"),

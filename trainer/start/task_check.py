@@ -296,7 +296,7 @@ def trial_problems(
     """
     if is_custom(config.reward.function) and (reason := try_reward(config.reward, prompt)):
         rule = "must score the first prompt, in the form in which the engine reads it"
-        yield config.broken("reward.function", rule, f"It failed with {reason}")
+        yield config.broken("reward.function", rule, f"It failed: {reason}")
     name, tokenizer_file = config.episode.function, model_path / "tokenizer.json"
     if name is None or not is_custom(name) or not tokenizer_file.is_file():
         return
@@ -304,7 +304,7 @@ def trial_problems(
     trial = try_episode(config.episode, prompt, sampling, tokenizer_file)
     if trial.reason and not trial.num_turns:
         rule = "must bring an episode to an end"
-        yield config.broken("episode.function", rule, f"For the first prompt it failed with {trial.reason}")
+        yield config.broken("episode.function", rule, f"For the first prompt it failed: {trial.reason}")
     elif trial.reason:
         notes.append(
             f"episode.function failed in a trial in which every turn was the answer of the first row: {trial.reason}"
@@ -328,4 +328,4 @@ def _data_problems(config: TrainConfig) -> Iterator[Problem]:
         return
     if reason := try_reward(config.reward, prompt):
         rule = "must score the first row of the data, with its own answer and with a wrong one as the response"
-        yield config.broken("reward.function", rule, f"It failed with {reason}")
+        yield config.broken("reward.function", rule, f"It failed: {reason}")
