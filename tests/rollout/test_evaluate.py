@@ -1,6 +1,8 @@
 """Evaluation on a real engine: both accuracies recomputed by hand, stable seeds, and no silent gaps."""
 
 import itertools
+import math
+import statistics
 from contextlib import closing
 from dataclasses import replace
 
@@ -240,6 +242,7 @@ def test_several_samples_on_a_real_engine(model_and_engine):
         group.samples[1].token_ids.tolist() for group in one.groups
     ]
     assert result.accuracy_sampled == pytest.approx(sum(map(sum, right)) / 150)
+    assert result.sampled_error == pytest.approx(statistics.stdev([sum(each) / 5 for each in right]) / math.sqrt(30))
     assert result.pass_at.keys() == {1, 2, 4, 5}
     assert result.pass_at[1] == pytest.approx(result.accuracy_sampled)
     assert result.pass_at[5] == pytest.approx(sum(any(each) for each in right) / 30)
