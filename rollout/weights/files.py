@@ -16,11 +16,10 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
     Beside the files that transformers reads there may be the same weights under other names, such as Mistral's
     consolidated.safetensors. Raises FileNotFoundError if there is none, or a part of them is missing, and ValueError
-    for a damaged one.
+    for a damaged one, or two sets.
     """
-    index = directory / INDEX_FILE
-    listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else [WEIGHT_FILE]
-    named, there = set(listed), sorted(directory.glob("*.safetensors"))
+    named = set(indexed_files(directory).values()) or {WEIGHT_FILE}
+    there = sorted(directory.glob("*.safetensors"))
     files = [path for path in there if path.name in named] or there
     missing = named - {path.name for path in there}
     if not files or 0 < len(missing) < len(named):
@@ -33,3 +32,19 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         except SafetensorError as error:
             raise ValueError(f"{path.name} is damaged, or not a safetensors file: {error}") from error
     return shapes
+
+
+def indexed_files(directory: Path) -> dict[str, str]:
+    """Tensor name -> name of its file, as the index says; empty if the weights are one file.
+
+    transformers leaves the index behind where it saves a model in one file over one in several, and the one file where
+    it saves several over it. Raises ValueError if both are there: transformers reads the one file, others the several.
+    """
+    index = directory / INDEX_FILE
+    listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
+    files = set(listed.values())
+    if WEIGHT_FILE in files or not (directory / WEIGHT_FILE).is_file():
+        return listed
+    if any((directory / name).is_file() for name in files):
+        raise ValueError(f"{WEIGHT_FILE} and the files of {INDEX_FILE} are two sets of weights; remove the older one")
+    return {}

@@ -13,7 +13,7 @@ from test_packing import pack_samples
 
 from algorithms.config import AdvantageConfig, Estimator
 from trainer.batch.packing import micro_batch
-from trainer.policy.model import empty_causal_lm, full_tensors, load_causal_lm, weight_files
+from trainer.policy.model import check_files, empty_causal_lm, full_tensors, load_causal_lm, weight_files
 from trainer.scoring.attention import Segments
 
 
@@ -113,6 +113,18 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({}))
     with pytest.raises(OSError, match=r"neither model\.safetensors nor"):
         weight_files(tmp_path)
+
+
+def test_an_index_that_a_later_save_left_behind_is_not_read(tmp_path: Path) -> None:
+    path = save_policy(tmp_path)
+    model, before = load_causal_lm(path, attention=None), weight_files(path)
+    model.save_pretrained(path, max_shard_size="20KB")
+    (path / "model.safetensors").unlink()
+    assert len(set(weight_files(path).values())) > 1
+    model.save_pretrained(path)
+    assert (path / "model.safetensors.index.json").is_file(), "transformers removes the index now: so can this test be"
+    assert weight_files(path) == before
+    check_files(path)
 
 
 @pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/model.safetensors", "a/../../b.safetensors"])

@@ -291,6 +291,14 @@ def cut_weights(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def save_in_one_file_beside_several(directory: Path) -> None:
+    """As save_pretrained does it in a directory that holds a model in one file: transformers reads that."""
+    path, later = directory / "model.safetensors", directory / "model-00001-of-00001.safetensors"
+    shutil.copy(path, later)
+    index = {"weight_map": dict.fromkeys(load_file(path), later.name)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def add_expert(directory: Path) -> None:
     path = directory / "model.safetensors"
     save_file(load_file(path) | {"model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(2, 2)}, path)
@@ -313,6 +321,7 @@ def add_expert(directory: Path) -> None:
             lambda path: edit_config(path, quantization_config={"quant_method": "fp8"}),
             r"must hold weights that are not quantised.* got 'fp8'\. Name the model in 16 or 32 bits",
         ),
+        (save_in_one_file_beside_several, r"two sets of weights; remove the older one"),
         (add_expert, r"must be a dense model: mixtures of experts are not supported"),
     ],
 )

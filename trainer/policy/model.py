@@ -10,7 +10,6 @@ tensor to all ranks; its FSDP2, with offload and clipping, because it is for ran
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from rollout.config import DType
 from rollout.torch.model_limits import altered_logits
 from rollout.torch.onednn_linear import use_fast_products
 from rollout.weights.adapter import is_adapter, name_without_adapter, sent_name
-from rollout.weights.files import INDEX_FILE, WEIGHT_FILE
+from rollout.weights.files import INDEX_FILE, WEIGHT_FILE, indexed_files
 from rollout.weights.files import tensor_shapes as stored_shapes
 from rollout.weights.packed_weights import ALIGNMENT, DTYPES, TensorShape, listed
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
@@ -263,9 +262,7 @@ def weight_files(path: Path) -> dict[str, Path]:
 
     Raises OSError if there is none, and ValueError if the index names a file outside the directory.
     """
-    index = path / INDEX_FILE
-    if index.is_file():
-        listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    if listed := indexed_files(path):
         return {name: inside(path, file) for name, file in listed.items()}
     single = path / WEIGHT_FILE
     if not single.is_file():
