@@ -350,7 +350,7 @@ def test_an_adapter_of_another_model_or_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds an adapter of other weights than those in"):
         write_model(config, wrong, tmp_path / "never")
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    for key, value in (("use_dora", True), ("init_lora_weights", "pissa")):
+    for key, value in (("use_dora", True), ("init_lora_weights", "pissa"), ("alora_invocation_tokens", [3])):
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(described | {key: value}))
         problem = str(read_adapter("checkpoint", tmp_path / "adapter", shapes))
         assert problem.startswith(f"checkpoint must be a plain LoRA adapter, without {key}={value}, got ")

@@ -22,6 +22,8 @@ from trainer.rundir.weights_source import ADAPTER_CONFIG
 PLAIN: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False, None), "use_rslora": (False, None),
     "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "modules_to_save": ([], None),
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"), (None,)),
+    **dict.fromkeys(("monteclora_config", "use_bdlora", "use_qalora"), (False, None)),
     "fan_in_fan_out": (False, None), "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
 """Settings of peft -> the values with which an adapter is y = x W^T + (alpha / r) x A^T B^T and nothing else. PiSSA and
