@@ -101,6 +101,19 @@ def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path: Path) -> None:
         pass
 
 
+def test_tied_tensors_with_values_of_their_own_are_refused(tmp_path: Path) -> None:
+    """transformers 5 keeps them apart, whatever config.json says, and a run would train another model."""
+    path = save_policy(tmp_path)
+    stored = load_file(path / "model.safetensors")
+    head = stored["model.embed_tokens.weight"].clone()
+    save_file(stored | {"lm_head.weight": head}, path / "model.safetensors", metadata={"format": "pt"})
+    check_files(path)
+    head[-1, -1] += 1
+    save_file(stored | {"lm_head.weight": head}, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        check_files(path)
+
+
 def test_a_tensor_without_a_parameter_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = save_policy(tmp_path)
     file = path / "model.safetensors"

@@ -322,6 +322,10 @@ def add_expert(directory: Path) -> None:
             r"must hold weights that are not quantised.* got 'fp8'\. Name the model in 16 or 32 bits",
         ),
         (save_in_one_file_beside_several, r"two sets of weights; remove the older one"),
+        (
+            lambda path: (path / "adapter_config.json").write_text("{}"),
+            r"must hold a model without the adapter_config.json of an adapter",
+        ),
         (add_expert, r"must be a dense model: mixtures of experts are not supported"),
     ],
 )

@@ -71,6 +71,14 @@ def find_model(key: str, path: str, revision: str | None) -> Path | Problem | No
 
 def _incomplete(key: str, directory: Path) -> Problem | None:
     """The Problem of a directory that is no model; `key` decides whether it needs a tokenizer."""
+    if (directory / ADAPTER_CONFIG).is_file() and (directory / CONFIG_FILE).is_file():
+        return Problem(
+            key=key,
+            rule=f"must hold a model without the {ADAPTER_CONFIG} of an adapter: transformers would read the model that "
+            "the adapter names, and add it",
+            value=str(directory),
+            remedy="Move the files of the adapter out, or merge it into the model with peft.",
+        )
     missing = [name for name in ("config.json", "*.safetensors") if not any(directory.glob(name))]
     if key != "critic.path" and not any(any(directory.glob(name)) for name in TOKENIZER_FILES):
         missing.append("tokenizer.json")

@@ -48,6 +48,8 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """The name since torch 2.14, which warns of the earlier one."""
 BUCKET_BYTES = 128 << 20
 """Largest number of bytes that are gathered at a time; a larger tensor comes alone."""
+COMPARED_ROWS = 4096
+"""Rows of two matrices that are compared at a time."""
 
 
 def load_hf_config(path: Path) -> PretrainedConfig:
@@ -224,14 +226,30 @@ def names_in_files(path: Path) -> dict[str, str]:
 
 
 def check_files(path: Path) -> None:
-    """Compare the files of a model with its config.json, by name and shape; reads their headers only.
+    """Compare the files of a model with its config.json, by name and shape; reads their headers, and tied tensors that
+    they hold twice.
 
     Raises ValueError, as `load_rows` would on every rank, and what transformers raises of a config.json that is wrong.
     """
-    shapes = stored_shapes(path)
-    for parameter, name in _stored_names(empty_causal_lm(path), shapes, path)[1].items():
+    shapes, files = stored_shapes(path), weight_files(path)
+    names, stored = _stored_names(empty_causal_lm(path), shapes, path)
+    for parameter, name in stored.items():
         if shapes[name] != parameter.shape:
             raise ValueError(f"{path}: {name} has shape {list(shapes[name])}, the model wants {list(parameter.shape)}")
+        for other in names[parameter]:
+            if other != name and other in files and not _same_values(files, name, other):
+                tied = f"config.json ties {name} and {other}, and the files hold other values of each"
+                raise ValueError(f"{path}: {tied}. transformers 5 keeps them apart: tie_word_embeddings=false says so")
+
+
+def _same_values(files: Mapping[str, Path], name: str, other: str) -> bool:
+    """True if the `files` hold the same matrix under two names; a part of it is in memory at a time."""
+    with safe_open(files[name], framework="pt") as first, safe_open(files[other], framework="pt") as second:
+        one, two = first.get_slice(name), second.get_slice(other)
+        parts = range(0, one.get_shape()[0], COMPARED_ROWS)
+        return one.get_shape() == two.get_shape() and all(
+            torch.equal(one[at : at + COMPARED_ROWS].float(), two[at : at + COMPARED_ROWS].float()) for at in parts
+        )
 
 
 def read_shard(
