@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,13 @@ from trainer.tracking.tracker import Tracker
 
 
 def leave_run(directory: Path, *, steps: int = 1) -> None:
-    """What a run without a checkpoint leaves."""
+    """What a run without a checkpoint leaves, begun at the time that is its name."""
     config = make(directory.parent)
     with Tracker(config, run_dir=directory) as tracker:
         for step in range(1, steps + 1):
             tracker.log(step, {})
+    path = directory / "environment.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"started_at": directory.name}))
 
 
 @pytest.mark.scenario(13)
@@ -103,6 +107,24 @@ def test_resume_auto_finds_the_newest_run_of_the_recipe(
     assert f"{outputs}/2026-01-01_03-04-05: metrics.jsonl" in capsys.readouterr().out
     assert parity(["train", "arithmetic_grpo", *TORCH]) == 0
     assert "2026-01-03_03-04-05" not in capsys.readouterr().out
+
+
+def test_resume_auto_passes_over_copies_of_older_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy, or a run that was renamed, may have a name that comes after all times."""
+    monkeypatch.chdir(tmp_path)
+    outputs = tmp_path / "outputs" / "arithmetic_grpo"
+    for name in ("2026-01-03_03-04-05", "2026-01-02_03-04-05"):
+        leave_run(outputs / name)
+    shutil.copytree(outputs / "2026-01-02_03-04-05", outputs / "good_one")
+    shutil.copytree(outputs / "2026-01-03_03-04-05", outputs / "2026-01-03_03-04-05.bak")
+    assert parity(["train", "arithmetic_grpo", "resume=auto", *TORCH]) == 0
+    assert f"{outputs}/2026-01-03_03-04-05: metrics.jsonl" in capsys.readouterr().out
+    (outputs / "2026-01-03_03-04-05").rename(outputs / "a_new_name")
+    shutil.rmtree(outputs / "2026-01-03_03-04-05.bak")
+    assert parity(["train", "arithmetic_grpo", "resume=auto", *TORCH]) == 0
+    assert f"{outputs}/a_new_name: metrics.jsonl" in capsys.readouterr().out
 
 
 def test_a_dry_run_says_what_it_would_go_on_with(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,11 +20,21 @@ from trainer.compose.compose import Resolution, resolve
 from trainer.compose.overrides import directory_override
 from trainer.config.train import GROUPS
 from trainer.config.training import Resume
-from trainer.rundir.run_dir import CONFIG_FILE, completed_steps, has_checkpoint, is_run, logged_step, runs_inside
+from trainer.rundir.run_dir import (
+    CONFIG_FILE,
+    completed_steps,
+    first_start,
+    has_checkpoint,
+    is_run,
+    logged_step,
+    runs_inside,
+)
 from trainer.text.redact import REDACTED
 from trainer.text.yaml_text import load_yaml
 
 COMMAND = "parity resume"
+TIME_NAME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+"""Name of a run.dir that nobody chose."""
 _FIXED_WORDS = ("run.dir=", "run.resume=")
 
 
@@ -101,8 +112,10 @@ def resolve_start(
 def earlier_run(resolution: Resolution) -> Path | None:
     """The newest run of the recipe, if the command resumes without naming run.dir; None if a new run begins.
 
-    The default run.dir is named after the time, so earlier runs are in the same parent directory. Runs without a first
-    step are skipped if another run exists: the failed start of a resume must not hide the run to be resumed.
+    The default run.dir is named after the time, so earlier runs are in the same parent directory. The newest began
+    last, whatever its directory is called now; a copy began with its run, and comes after the run with such a name.
+    Runs without a first step are skipped if another run exists: the failed start of a resume must not hide the run to
+    be resumed.
     """
     if resolution.multirun or len(resolution.runs) != 1:
         return None
@@ -112,7 +125,11 @@ def earlier_run(resolution: Resolution) -> Path | None:
     beside = Path(run.config.run.dir).absolute().parent
     runs = [path for path in beside.iterdir() if path.is_dir() and is_run(path)] if beside.is_dir() else []
     begun = [path for path in runs if has_checkpoint(path) or logged_step(path)]
-    return max(begun or runs, key=lambda path: path.name, default=None)
+
+    def age(path: Path) -> tuple[str, bool, str]:
+        return first_start(path) or "", TIME_NAME.fullmatch(path.name) is not None, path.name
+
+    return max(begun or runs, key=age, default=None)
 
 
 def _redacted(node: object, key: str = "") -> list[str]:

@@ -74,8 +74,8 @@ def _incomplete(key: str, directory: Path) -> Problem | None:
     if (directory / ADAPTER_CONFIG).is_file() and (directory / CONFIG_FILE).is_file():
         return Problem(
             key=key,
-            rule=f"must hold a model without the {ADAPTER_CONFIG} of an adapter: transformers would read the model that "
-            "the adapter names, and add it",
+            rule=f"must hold a model without the {ADAPTER_CONFIG} of an adapter: transformers would read the model "
+            "that the adapter names, and add it",
             value=str(directory),
             remedy="Move the files of the adapter out, or merge it into the model with peft.",
         )
