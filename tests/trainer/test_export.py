@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cli_process import HEAVY, parity
 from policy_cases import lone_worker, make_config, make_samples, save_policy, save_untied, save_words
+from safetensors.torch import load_file, save_file
 from test_packing import pack_samples
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
@@ -48,6 +49,7 @@ from trainer.rundir.checkpoint import (
     chosen_checkpoint,
     commit_checkpoint,
 )
+from trainer.rundir.model_mark import model_mark
 from trainer.rundir.weights_source import SourceKind, WeightsSource, checkpoint_of
 
 
@@ -207,6 +209,19 @@ def test_an_export_needs_no_file_of_the_run_but_those_of_the_model_wherever_it_l
     assert outcome.code == 0, outcome.err
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
     assert all(torch.equal(exported[name], trained[name]) for name in exported)
+
+
+def test_other_files_than_those_of_the_start_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The weights of a run that trained all of them need no others, but an export also has a tokenizer and its like."""
+    start = save_words(save_policy(tmp_path / "start"))
+    config, checkpoint, _ = saved_after_a_step(start, tmp_path / "run")
+    checkpoint = replace(checkpoint, state=replace(checkpoint.state, model_mark=model_mark(start)))
+    write_model(config, checkpoint, tmp_path / "same")
+    assert "began with" not in caplog.text
+    file = start / "model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    write_model(config, checkpoint, tmp_path / "other")
+    assert f"{start} does not hold the weights that the run of {checkpoint.path} began with" in caplog.text
 
 
 class Evil:

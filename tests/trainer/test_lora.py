@@ -349,6 +349,8 @@ def test_an_adapter_of_another_model_or_kind_is_refused(tmp_path: Path) -> None:
     wrong = replace(checkpoint, state=replace(checkpoint.state, model_mark="0"))
     with pytest.raises(CheckpointError, match="holds an adapter of other weights than those in"):
         write_model(config, wrong, tmp_path / "never")
+    with pytest.raises(CheckpointError, match="holds an adapter of other weights than those in"):
+        write_adapter(config, wrong, tmp_path / "never")
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     for key, value in (("use_dora", True), ("init_lora_weights", "pissa"), ("alora_invocation_tokens", [3])):
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(described | {key: value}))

@@ -8,6 +8,7 @@ written by itself as peft writes adapters.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ from trainer.rundir.model_mark import model_mark
 from trainer.rundir.resume import lora_of
 from trainer.rundir.weights_source import KEY
 
+logger = logging.getLogger(__name__)
+
 MAX_SHARD_BYTES = 5 * 10**9
 """Size of a file of weights above which the next one begins: that of most models on the hub."""
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -63,14 +66,26 @@ def write_model(
     of at most `max_shard_bytes`, unless a single tensor is larger, and one tensor in float32. Raises CheckpointError if
     the checkpoint does not fit the model.
     """
-    start = resolve_model(config, progress=lambda done, total, detail: None)
+    start = _model_of(config, checkpoint)
     lora = lora_of(checkpoint.state.config)
     source: _Source = _Weights(checkpoint)
     if lora.rank:
-        if checkpoint.state.model_mark not in (None, model_mark(start)):
-            raise CheckpointError(f"{checkpoint.path} holds an adapter of other weights than those in {start}")
         source = _Merged(start, _adapter(start, checkpoint), scale=lora.alpha / lora.rank)
     _write_whole(config, start, source, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
+
+
+def _model_of(config: TrainConfig, checkpoint: Checkpoint) -> Path:
+    """The model that the run of `checkpoint` began with. Raises CheckpointError for an adapter of other weights."""
+    start = resolve_model(config, progress=lambda done, total, detail: None)
+    if checkpoint.state.model_mark in (None, model_mark(start)):
+        return start
+    if lora_of(checkpoint.state.config).rank:
+        raise CheckpointError(f"{checkpoint.path} holds an adapter of other weights than those in {start}")
+    logger.warning(
+        "%s does not hold the weights that the run of %s began with: tokenizer, chat template, stop tokens and "
+        "config.json are those that lie there now", start, checkpoint.path
+    )  # fmt: skip
+    return start
 
 
 def write_merged(config: TrainConfig, adapter: Path, directory: Path, *, dtype: torch.dtype) -> None:
@@ -116,7 +131,7 @@ def write_adapter(config: TrainConfig, checkpoint: Checkpoint, directory: Path) 
 
     float32, as it was trained. Raises CheckpointError if the checkpoint does not fit the model.
     """
-    start = resolve_model(config, progress=lambda done, total, detail: None)
+    start = _model_of(config, checkpoint)
     model = empty_causal_lm(start)
     described = peft_config(model, adapter_spec(model, lora_of(checkpoint.state.config)))
     described.inference_mode = True
