@@ -115,7 +115,7 @@ def test_other_prompts_behind_the_same_key_are_named_with_the_key(tmp_path: Path
     config = replace(make(tmp_path), data=FileDataConfig(train_path=str(path), eval_path=str(path)))
     before = [Prompt(prompt_id=n, token_ids=[n], text=str(n), answer=str(n)) for n in range(3)]
     state = replace(state_of(config, 2), stream=PromptStream(before, seed=0).state_dict())
-    task = cast(Task, SimpleNamespace(dataset=SimpleNamespace(train=before), model_path=tmp_path))
+    task = cast(Task, SimpleNamespace(dataset=SimpleNamespace(train=before), model_path=tmp_path, eval_prompts={}))
     prompt_stream(config, task, state)
     task.dataset.train.pop()
     with pytest.raises(StartError, match=r"^data\.train_path must give the prompts that the run had .*rows\.jsonl'"):

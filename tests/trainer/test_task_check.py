@@ -16,7 +16,7 @@ from cli_process import HEAVY, REFUSED_S, parity
 from data_cases import byte_tokenizer
 from huggingface_hub.utils import filter_repo_objects
 from policy_cases import save_policy
-from resume_cases import save
+from resume_cases import save, state_of
 from safetensors.torch import load_file, save_file
 
 from rollout.data.hub import SECOND_COPIES, SNAPSHOT_FILES
@@ -31,7 +31,8 @@ from trainer.config.training import Offload
 from trainer.limits.adapter_shape import stored_linear_shapes
 from trainer.limits.machine import Machine
 from trainer.limits.memory_plan import memory_plan
-from trainer.run.task import load_task
+from trainer.run.task import load_task, prompt_stream
+from trainer.rundir.run_dir import StartError
 from trainer.start import task_check
 from trainer.start.task_check import task_problems
 
@@ -182,6 +183,46 @@ def test_a_dry_run_refuses_other_prompts_than_the_run_had(own: Path, tmp_path: P
     save(config_of(own, *words), 2)  # of a stream over other prompts
     [problem] = load_tasks(resolution)[0]
     assert problem.startswith("data.train_path must give the prompts that the run had")
+
+
+def test_other_prompts_of_an_evaluation_are_refused_and_another_place_of_them_is_not(own: Path, tmp_path: Path) -> None:
+    first, second = (
+        "".join(json.dumps({"q": f"{n}?", "a": "1"}) + "\n" for n in range(start, 40)) for start in (30, 31)
+    )
+    (held := tmp_path / "held.jsonl").write_text(first)
+    (hard := tmp_path / "hard.jsonl").write_text(first)
+    words = (f"run.dir={tmp_path / 'run'}", f"data.eval_path={held}", f"+eval.sets.hard={hard}")
+    config = config_of(own, *words)
+    task = load_task(config, progress=lambda *_: None)
+    prompts = prompt_stream(config, task, None)
+    state = replace(state_of(config, 2), stream=prompts.state_dict(), eval_prompts=task.eval_prompts)
+
+    def problems(*more: str) -> list[str]:
+        now = config_of(own, *words[:1], *(more or words[1:]))
+        try:
+            prompt_stream(now, load_task(now, progress=lambda *_: None), state)
+        except StartError as error:
+            return [str(problem) for problem in error.problems]
+        return []
+
+    shutil.copy(held, moved := tmp_path / "moved.jsonl")
+    assert not problems() and not problems(f"data.eval_path={moved}", f"+eval.sets.hard={hard}")
+    held.write_text(second)
+    hard.write_text(second)
+    found = problems()
+    assert [each.partition(" ")[0] for each in found] == ["data.eval_path", "eval.sets.hard"], found
+    assert not problems(f"data.eval_path={moved}", f"+eval.sets.hard={held}"), "another path in eval.sets is told"
+
+
+def test_files_that_say_how_the_model_computes_and_where_it_stops_have_digests(own: Path) -> None:
+    with TemporaryDirectory(dir=own) as directory:
+        shutil.copytree(own / "tiny", directory, dirs_exist_ok=True)
+        config = config_of(own, f"model.path={directory}")
+        before = load_task(config, progress=lambda *_: None).model_files
+        edit_config(Path(directory), rms_norm_eps=0.5)
+        after = load_task(config, progress=lambda *_: None).model_files
+    changed = [path for path in before if before[path] != after[path]]
+    assert changed == [str(Path(directory) / "config.json")] and before.keys() == after.keys()
 
 
 @pytest.mark.parametrize(

@@ -322,7 +322,8 @@ def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, fl
         guard=run.guard.state_dict(),  # of now: it observes the step after this state is fixed
         config=flat_config(run.config),
         model_mark=run.task.model_mark,
-        user_files=run.task.scorer.files | episode_files(run.sampler),
+        user_files=run.task.scorer.files | episode_files(run.sampler) | run.task.model_files,
+        eval_prompts=run.task.eval_prompts,
     )
 
 

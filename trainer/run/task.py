@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from algorithms.config import Problem
 from rollout.data.data_files import DataError
-from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_dataset
+from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_dataset, prompts_digest
 from rollout.data.special_tokens import response_decoder
 from rollout.data.tokenizer import load_tokenizer
-from rollout.data.turn_ends import control_ends, past_end_note, stop_token_ids
+from rollout.data.turn_ends import EOS_FILES, control_ends, past_end_note, stop_token_ids
+from rollout.processes.custom_code import code_digest
 from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
+from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
 from trainer.models.resolve import compare_files, resolve_critic, resolve_model
 from trainer.rundir.cache import Progress
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.model_mark import model_mark
-from trainer.rundir.resume import other_model
+from trainer.rundir.resume import changed_keys, flat_config, other_model
 from trainer.rundir.run_dir import StartError, write_whole
 from trainer.start.task_check import (
     context_problems,
@@ -51,6 +54,10 @@ class Task:
     """Token with which the chat template ends an answer, if no response ends there."""
     model_mark: str | None = None
     """Tells the weights of the model apart from others; None of a model that Parity makes and trains as a whole."""
+    model_files: dict[str, str] = field(default_factory=dict)
+    """Path of each file that says how the model computes and where it stops -> its `code_digest`."""
+    eval_prompts: Mapping[str, str] = field(default_factory=dict)
+    """Name of each evaluation set -> `prompts_digest` of it."""
 
 
 def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | None = None) -> Task:
@@ -100,6 +107,8 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         return without_special(token_ids[:-1] if ended else token_ids)
 
     # A model that Parity makes differs in its last bits from machine to machine. Only an adapter needs the very same.
+    described = [str(model_path / name) for name in EOS_FILES]
+    sets = {HELDOUT: dataset.heldout, **dataset.eval_sets}
     has_mark = isinstance(config.model, HFModelConfig) or config.policy.lora.rank > 0
     return Task(
         model_path=model_path,
@@ -115,6 +124,8 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
             decode_raw=lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=False)),
         ),
         model_mark=model_mark(model_path) if has_mark else None,
+        model_files={path: digest for path in described if (digest := code_digest(path)) is not None},
+        eval_prompts={name: prompts_digest(prompts) for name, prompts in sets.items()},
     )
 
 
@@ -143,4 +154,22 @@ def prompt_stream(config: TrainConfig, task: Task, resumed: RunState | None) -> 
         key = "data.train_path" if isinstance(config.data, FileDataConfig) else "data"
         rule = f"must give the prompts that the run had ({error})"
         raise StartError(config.broken(key, rule, "Or begin a new run in another run.dir.")) from error
+    if resumed is not None and (problems := list(_other_sets(resumed, config, task))):
+        raise StartError(*problems)
     return prompts
+
+
+def _other_sets(resumed: RunState, config: TrainConfig, task: Task) -> Iterator[Problem]:
+    """Yield the problem of each evaluation set with other prompts than before: its accuracies would be of two sets.
+
+    A set of eval.sets that the config now takes from another place is a changed key, which is told.
+    """
+    of_file, now = isinstance(config.data, FileDataConfig), flat_config(config)
+    changed = changed_keys(resumed.config, config)
+    for name, digest in task.eval_prompts.items():
+        key = f"eval.sets.{name}" if name != HELDOUT else "data.eval_path" if of_file else "data"
+        is_told = name != HELDOUT and key in changed
+        if not is_told and resumed.eval_prompts.get(name, digest) != digest:
+            rule = "must give the prompts that the run had: it would go on with accuracies of other ones"
+            remedy = "Name the new ones as a further set, eval.sets.<name>, or begin a new run in another run.dir."
+            yield Problem(key=key, rule=rule, value=now[key], remedy=remedy)

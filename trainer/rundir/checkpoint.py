@@ -82,7 +82,10 @@ class RunState:
     model_mark: str | None = None
     """`model_mark` of the model that the run began with, with model=hf or an adapter; None in earlier versions."""
     user_files: Mapping[str, str] = field(default_factory=dict)
-    """Path of each file of user code that the run has loaded -> its `code_digest`; empty in earlier versions."""
+    """Path of each file of user code that the run has loaded, and of those that say how its model computes and where it
+    stops -> its `code_digest`; empty in earlier versions."""
+    eval_prompts: Mapping[str, str] = field(default_factory=dict)
+    """Name of each evaluation set -> `prompts_digest` of it; empty in earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
