@@ -40,6 +40,8 @@ class Turn:
     token_ids: list[int]
     text: str
     """Sampled text, decoded without special tokens."""
+    raw_text: str
+    """The same with them: where marks of your own, such as <tool_call>, are special tokens, they stand here only."""
     stopped: bool
     """True if the model ended its turn; False if the tokens ran out."""
     stop_token_id: int | None
@@ -107,6 +109,7 @@ class Episode:
         return Turn(
             token_ids=tokens,
             text=self.decode(tokens),
+            raw_text=self.vocabulary.decode(tokens, raw=True),
             stopped=stopped,
             stop_token_id=tokens[-1] if stopped and tokens else None,
         )

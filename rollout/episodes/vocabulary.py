@@ -36,9 +36,9 @@ class Vocabulary:
         """Text -> token ids, without special tokens around it."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Token ids -> text, without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, raw: bool = False) -> str:
+        """Token ids -> text, without special tokens unless `raw`."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not raw))
 
     def special_token(self, name: str) -> int | None:
         """The id of the special token with this name; None if there is none."""

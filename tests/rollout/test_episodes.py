@@ -641,6 +641,7 @@ def test_names_of_special_tokens_and_ids_end_a_turn_as_tokens(bytes_vocabulary):
         ("await episode.generate(stop=[''])", "EpisodeError: stop has an empty text", 0),
         ("pass", "it ended without having sampled anything", 0),
         ("global seen; seen += 1; assert seen > 2; await episode.generate()", "", 1),
+        ("t = await episode.generate()\n    assert t.raw_text.startswith(t.text) and t.raw_text[len(t.text) :]", "", 1),
         ("await episode.generate()\n    raise ValueError('my bad')", "ValueError: my bad", 1),
         ("import time; time.sleep(60)", "no answer within 1 s", 0),
     ],
