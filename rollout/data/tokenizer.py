@@ -56,6 +56,19 @@ def auto_tokenizer_note(directory: Path) -> str:
     )
 
 
+def adapter_tokenizer_note(adapter: Path, model: Path) -> str:
+    """A sentence if an adapter came with another tokenizer, or chat template, than its `model` has; or ""."""
+    if not (adapter / "tokenizer.json").is_file():
+        return ""
+    own, used = load_tokenizer(adapter), load_tokenizer(model)
+    if (own.get_vocab(), own.chat_template) == (used.get_vocab(), used.chat_template):
+        return ""
+    return (
+        f"{adapter} has a tokenizer or a chat template of its own, and the evaluation reads those of the model. If the "
+        "adapter was trained with its own, merge both with peft, save its tokenizer there, and evaluate that model"
+    )
+
+
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the files of the tokenizer in `source` as they are, because transformers would write what it made of them.
 

@@ -17,7 +17,13 @@ from transformers import (
 )
 
 from rollout.data.arithmetic import save_tokenizer
-from rollout.data.tokenizer import TOKENIZER_FILES, auto_tokenizer_note, copy_tokenizer, load_tokenizer
+from rollout.data.tokenizer import (
+    TOKENIZER_FILES,
+    adapter_tokenizer_note,
+    auto_tokenizer_note,
+    copy_tokenizer,
+    load_tokenizer,
+)
 
 TEXT = "ab 1+2 = 3"
 
@@ -98,3 +104,13 @@ def test_a_tokenizer_that_others_read_in_another_way_is_told(tmp_path: Path) -> 
     assert auto_tokenizer_note(tmp_path) == "", "a directory without tokenizer.json"
     save_tokenizer(tmp_path / "digits")
     assert auto_tokenizer_note(tmp_path / "digits") == "", "a vocabulary without a word for what is unknown"
+
+
+def test_an_adapter_with_a_tokenizer_or_template_of_its_own_is_told(tmp_path: Path) -> None:
+    model, adapter = word_level(tmp_path / "model", model_type="qwen2"), tmp_path / "adapter"
+    adapter.mkdir()
+    assert adapter_tokenizer_note(adapter, model) == "", "no tokenizer"
+    copy_tokenizer(model, adapter)
+    assert adapter_tokenizer_note(adapter, model) == "", "the same one"
+    (adapter / "chat_template.jinja").write_text("another")
+    assert f"{adapter} has a tokenizer or a chat template of its own" in adapter_tokenizer_note(adapter, model)

@@ -29,6 +29,7 @@ from rollout.collect.evaluate import (
     num_correct,
 )
 from rollout.data.dataset import prompts_digest
+from rollout.data.tokenizer import adapter_tokenizer_note
 from rollout.engine import EngineInfo
 from rollout.episodes.sampler import with_episodes
 from rollout.task_config import FileDataConfig
@@ -163,6 +164,8 @@ def _model_directory(
     if source.kind is SourceKind.adapter:
         say(f"adding the adapter in {source.path} to its model")
         write_merged(config, source.path, directory, dtype=dtype)
+        if note := adapter_tokenizer_note(source.path, directory):
+            say(f"note: {note}")
         return directory
     if checkpoint is None:
         return source.path if source.kind is SourceKind.model else resolve_model(config, progress=_silent)
