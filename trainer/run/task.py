@@ -106,9 +106,9 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         ended = bool(token_ids) and token_ids[-1] in ends
         return without_special(token_ids[:-1] if ended else token_ids)
 
-    # A model that Parity makes differs in its last bits from machine to machine. Only an adapter needs the very same.
     described = [str(model_path / name) for name in EOS_FILES]
     sets = {HELDOUT: dataset.heldout, **dataset.eval_sets}
+    # A model that Parity makes differs in its last bits from machine to machine. Only an adapter needs the very same.
     has_mark = isinstance(config.model, HFModelConfig) or config.policy.lora.rank > 0
     return Task(
         model_path=model_path,
