@@ -45,7 +45,7 @@ from trainer.rundir.run_dir import (
     run_status,
     runs_inside,
 )
-from trainer.rundir.sealed import sealed_steps
+from trainer.rundir.sealed_directory import sealed_steps
 
 Overrides = str | Sequence[str] | Mapping[str, object]
 """Words of the command line (["correction=mis", "optim.lr=1e-5"], or one text with spaces), or key -> value."""

@@ -56,7 +56,7 @@ def _hide_in_logs(secrets: list[str]) -> None:
         message = record.getMessage()
         if any(secret in message for secret in secrets):
             for secret in secrets:
-                message = message.replace(secret, "[redacted]")
+                message = message.replace(secret, "<redacted>")
             record.msg, record.args = message, ()
         return record
 

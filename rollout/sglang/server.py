@@ -279,7 +279,7 @@ class SGLangServer:
         except OSError as error:
             return f"(the log cannot be read: {error})"
         for key in (self._api_key, self._admin_api_key):
-            text = text.replace(key, "[redacted]")
+            text = text.replace(key, "<redacted>")
         lines = [line for line in text.splitlines() if not LOG_NOISE.search(line)]
         return "\n".join(lines[-LOG_TAIL_LINES:])
 

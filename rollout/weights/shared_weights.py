@@ -1,6 +1,7 @@
 """Weights in shared memory: the trainer writes, the engines on the same machine map the memory and read in place.
 
-`trainer/policy/worker.py` publishes with a `WeightPublisher`, `rollout/weights/weight_broadcast.py` fills regions on
+`trainer/policy/worker.py` publishes with a `WeightPublisher`, which copies by `write_tensors` of
+`rollout/weights/packed_weights.py`; `rollout/weights/weight_broadcast.py` fills regions on
 other machines; `rollout/group/worker.py` opens with a `WeightReader`, and the SGLang server with `map_region`
 (`rollout/sglang/loader.py`). The message between these processes is a `SharedWeights`: address of the bytes, policy
 version, and one digest per tensor.

@@ -50,7 +50,7 @@ def test_keys_are_in_no_process_list_environment_or_log(served: Served) -> None:
             assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
             assert key.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
         assert key not in served.log.read_text(encoding="utf-8")
-    assert "'api_key': '[redacted]'" in served.log.read_text(encoding="utf-8")
+    assert "'api_key': '<redacted>'" in served.log.read_text(encoding="utf-8")
     assert stat.S_IMODE(served.log.stat().st_mode) == 0o600
 
 

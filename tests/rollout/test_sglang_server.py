@@ -105,7 +105,7 @@ def test_log_tail_hides_keys_and_noise_and_keeps_the_last_twenty_lines(tmp_path:
     text = server.error("generate", "it broke", policy_version=7)
     assert text.startswith("engine 3 (sglang, policy version 7) generate: it broke\nlast 20 lines of ")
     tail = text.splitlines()[2:]
-    assert tail == [*(f"line {number}" for number in range(11, 30)), "the key is [redacted] or [redacted]"]
+    assert tail == [*(f"line {number}" for number in range(11, 30)), "the key is <redacted> or <redacted>"]
 
 
 ORPHAN_SCRIPT = """

@@ -26,7 +26,7 @@ from trainer.models.base_model import (
     response_loss,
 )
 from trainer.rundir.cache import default_cache_dir, find_damage
-from trainer.rundir.sealed import MANIFEST
+from trainer.rundir.sealed_directory import MANIFEST
 
 MODEL = ArithmeticModelConfig(hidden_size=64, num_layers=1, num_steps=2)
 

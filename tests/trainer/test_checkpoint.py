@@ -30,7 +30,7 @@ from trainer.rundir.checkpoint import (
 )
 from trainer.rundir.dump import DumpDescription, begin_dump, commit_dump, dumped_steps
 from trainer.rundir.rows import forget_after, read_rows
-from trainer.rundir.sealed import MANIFEST, FileRecord, describe_file
+from trainer.rundir.sealed_directory import MANIFEST, FileRecord, describe_file
 
 
 def write(run_dir: Path, step: int, *, keep: int = 3, best: str | None = None, accuracy: float | None = None) -> Path:

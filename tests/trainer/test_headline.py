@@ -6,7 +6,8 @@ import pytest
 from run_directory import make_run
 
 from trainer.report.data import evaluation_rows
-from trainer.report.headline import changes, config_difference, facts, phases, speeds, tiles
+from trainer.report.headline import changes, config_difference, facts, tiles
+from trainer.report.phases import phases, speeds
 
 
 def test_headline_numbers() -> None:

@@ -48,7 +48,7 @@ from trainer.cluster.weight_sync import sync_weights
 from trainer.config.train import TrainConfig
 from trainer.config.training import ClusterConfig, OptimConfig, Residency
 from trainer.limits.machine import CPUS_PER_WORKER
-from trainer.rundir.sealed import FileRecord, SealError
+from trainer.rundir.sealed_directory import FileRecord, SealError
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,8 @@ from compose_cases import config_of, resolved
 from run_directory import make_run
 
 from rollout.processes.recorder import Recorder
-from trainer.report.headline import profiles, tiles
+from trainer.report.headline import tiles
+from trainer.report.phases import profiles
 from trainer.run.profiling import write_driver
 from trainer.run.step_log import Span
 from trainer.tracking.operations import DRIVER, IDLE, OTHER, load_operations, read_operations, write_operations

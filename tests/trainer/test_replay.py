@@ -43,7 +43,7 @@ from trainer.replay.recorded import read_step
 from trainer.replay.results import Replay, replay_step
 from trainer.run.dumper import StepDumper
 from trainer.rundir.dump import DESCRIPTION, FORMAT, DumpDescription, begin_dump, commit_dump, dumped_steps, open_dump
-from trainer.rundir.sealed import MANIFEST, write_manifest
+from trainer.rundir.sealed_directory import MANIFEST, write_manifest
 
 STEP = 3
 MASKING = MISConfig(low=0.8, high=1.25, reject=RejectConfig(), rejected_denominator=RejectedDenominator.drop)

@@ -25,8 +25,9 @@ from run_directory import ATTACK, hostile_sample, make_run, step_metrics, write_
 from trainer.cli.commands import run as parity
 from trainer.report.charts import draw
 from trainer.report.data import RunData, load_run, load_runs, show, thin
-from trainer.report.headline import config_difference, speeds
+from trainer.report.headline import config_difference
 from trainer.report.page import contents, render, render_runs, write_comparison, write_report
+from trainer.report.phases import speeds
 from trainer.report.samples import coloured, prompt_frame, sample_tables, worst_samples
 from trainer.report.sections import SECTIONS
 from trainer.report.spec import Chart, Section

@@ -39,7 +39,7 @@ from trainer.rundir.run_dir import (
     needs_no_step,
     newest_saved_step,
 )
-from trainer.rundir.sealed import compare_files
+from trainer.rundir.sealed_directory import compare_files
 from trainer.tracking.console import Console
 from trainer.tracking.samples import SampleRow
 from trainer.tracking.tracker import Tracker

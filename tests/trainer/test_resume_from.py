@@ -13,7 +13,7 @@ from trainer.config.training import Resume
 from trainer.rundir.checkpoint import CheckpointError, begin_checkpoint, commit_checkpoint, leave_to_ranks
 from trainer.rundir.resume import begins, changed_keys, checkpoint_to_resume, source_problems, whole_checkpoint
 from trainer.rundir.run_dir import RunDirectoryError
-from trainer.rundir.sealed import FileRecord, SealError
+from trainer.rundir.sealed_directory import FileRecord, SealError
 from trainer.tracking.tracker import Tracker
 
 

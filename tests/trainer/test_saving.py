@@ -33,7 +33,7 @@ from trainer.policy.worker import PolicyWorker
 from trainer.run.guard import Guard
 from trainer.run.saving import MAX_CONSECUTIVE_FAILURES, Ending, Saver
 from trainer.rundir.checkpoint import CheckpointError, RunState, newest_checkpoint
-from trainer.rundir.sealed import FileRecord
+from trainer.rundir.sealed_directory import FileRecord
 from trainer.tracking.tracker import Tracker
 
 

@@ -28,7 +28,7 @@ from trainer.config.outputs import CHECKPOINTS, DUMPS
 from trainer.replay.peers.places import rank_files
 from trainer.rundir.dump import CONFIG, DumpError, open_dump, way_to_a_dump
 from trainer.rundir.run_dir import CONFIG_FILE, runs_inside, unusable_problem
-from trainer.rundir.sealed import sealed_steps
+from trainer.rundir.sealed_directory import sealed_steps
 from trainer.text.plain import to_stderr, to_stdout
 
 if TYPE_CHECKING:

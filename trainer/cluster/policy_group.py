@@ -27,7 +27,7 @@ from trainer.policy.dry_run import DryRunReport
 from trainer.policy.shards import ShardReport, file_shares
 from trainer.policy.train_report import TrainReport
 from trainer.policy.worker import PolicyInfo
-from trainer.rundir.sealed import FileRecord, SealError
+from trainer.rundir.sealed_directory import FileRecord, SealError
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from trainer.replay.bundle_step import bundle_of
 from trainer.replay.recorded import read_step
 from trainer.rundir.checkpoint import checkpoint_at, state_at
 from trainer.rundir.dump import Dump
-from trainer.rundir.sealed import SealError, sealed_steps
+from trainer.rundir.sealed_directory import SealError, sealed_steps
 
 MOST_OLDER = 2
 """Older weights of a run that are looked at: those of the checkpoint before, and those that the run began with."""

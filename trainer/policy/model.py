@@ -38,7 +38,7 @@ from rollout.weights.files import tensor_shapes as stored_shapes
 from rollout.weights.packed_weights import ALIGNMENT, DTYPES, TensorShape, listed
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
 from trainer.policy.lora import Part, Update, fill_adapter, updates
-from trainer.rundir.sealed import inside
+from trainer.rundir.sealed_directory import inside
 from trainer.scoring.attention import PACKED_ATTENTION, packed_attention
 from trainer.scoring.forward import ScoringModel
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trainer.batch.train_batch import RankMiniBatch, StepSamples, TokenScores
 from trainer.rundir.dump import OptimizerStep, RankFile
-from trainer.rundir.sealed import FileRecord, describe_file
+from trainer.rundir.sealed_directory import FileRecord, describe_file
 
 OF_BATCH = ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "old_values", "returns", "token_lags")
 """[R] float32 (token_lags int32), as in MicroBatch; those that the run did not have are absent."""

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trainer.policy.shard_reader import INDEX, DataPlanner, DataReader
 from trainer.rundir.checkpoint import CheckpointError
-from trainer.rundir.sealed import FileRecord, describe_file, to_disk
+from trainer.rundir.sealed_directory import FileRecord, describe_file, to_disk
 
 REJECTED_STEPS = "rejected_steps"
 """Name in a checkpoint of the count of optimizer steps in a row without a kept token; earlier versions have none."""

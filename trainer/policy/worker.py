@@ -53,7 +53,7 @@ from trainer.policy.shards import REJECTED_STEPS, ShardReport, ShardWriter, load
 from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import StateDict, Trainable
-from trainer.rundir.sealed import FileRecord, SealError, compare_files
+from trainer.rundir.sealed_directory import FileRecord, SealError, compare_files
 from trainer.scoring.attention import PACKED_ATTENTION
 from trainer.scoring.exact_attention import EXACT_ATTENTION
 from trainer.scoring.forward import ScoringModel

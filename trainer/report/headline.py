@@ -1,4 +1,4 @@
-"""RunData -> the content around the charts: headline numbers, status, facts, phases, configuration."""
+"""RunData -> the content around the charts: headline numbers, status, facts, configuration."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from trainer.report.data import RunData, at, flat_config, is_number, plain, settings, show
-from trainer.report.sections import PHASES
 from trainer.text.plain import size
-from trainer.tracking.operations import IDLE, KINDS, OTHER, Operations
 
-_MAIN_PHASES = ("rollout", "train", "sync")
+MAIN_PHASES = ("rollout", "train", "sync")
 _LENGTH_KEYS = frozenset({"run.num_steps", "run.max_hours"})
 """Keys that say how long a run goes on: another value changes nothing in the steps before."""
 
@@ -32,24 +30,6 @@ class StatusLabel(NamedTuple):
 
     text: str
     kind: str
-
-
-class PhaseCell(NamedTuple):
-    """Times of one phase in one run; "" for an unknown value."""
-
-    seconds: str = ""
-    """Median seconds over the steps that had the phase."""
-    share: str = ""
-    """Share of the seconds of all steps."""
-    limit: str = ""
-    """Median fraction of the hardware's limit."""
-
-
-class PhaseRow(NamedTuple):
-    """One phase of the step, with a cell per run."""
-
-    name: str
-    cells: list[PhaseCell]
 
 
 def tiles(run: RunData) -> list[Tile]:
@@ -75,16 +55,16 @@ def _first_and_last(run: RunData, key: str, label: str, *, form: str) -> Iterato
 def _medians(run: RunData) -> Iterator[Tile]:
     """Mismatch and seconds, medians over the steps."""
     if run.has("mismatch/k3"):
-        floor = _median(run, "mismatch/k3_floor", "exponent", before=", rounding floor ")
-        yield Tile("Mismatch K3", _median(run, "mismatch/k3", "exponent"), f"median{floor}{_cause(run)}")
+        floor = median(run, "mismatch/k3_floor", "exponent", before=", rounding floor ")
+        yield Tile("Mismatch K3", median(run, "mismatch/k3", "exponent"), f"median{floor}{_cause(run)}")
     if run.has("time/step_s"):
         total = sum(run.values("time/step_s")) or 1.0
         shares = [
             f", {name} {100 * sum(run.values(f'time/{name}_s')) / total:.0f} %"
-            for name in _MAIN_PHASES
+            for name in MAIN_PHASES
             if run.has(f"time/{name}_s")
         ]
-        yield Tile("Time per step", f"{_median(run, 'time/step_s')} s", f"median{''.join(shares)}")
+        yield Tile("Time per step", f"{median(run, 'time/step_s')} s", f"median{''.join(shares)}")
 
 
 _OLDER = re.compile(r"mismatch/by_lag/[1-9]\d*/k3")
@@ -114,80 +94,10 @@ def _cause(run: RunData) -> str:
     return f", mostly from {larger}"
 
 
-def speeds(run: RunData) -> Iterator[Tile]:
-    """The numbers beside the table of phases: share of the hardware's limit, speed of the weight sync; medians."""
-    if run.has("perf/step_floor_frac"):
-        parts = [
-            f", {name} {_median(run, f'time/{name}_s')} s at {_median(run, f'perf/{name}_floor_frac', 'percent')}"
-            for name in _MAIN_PHASES
-            if run.has(f"time/{name}_s") and run.has(f"perf/{name}_floor_frac")
-        ]
-        mfu = _median(run, "perf/mfu", "percent", before=", MFU of the measured rate ")
-        value = _median(run, "perf/step_floor_frac", "percent")
-        yield Tile("Share of the hardware's limit", value, f"median{''.join(parts)}{mfu}")
-    if run.has("sync/gb_per_s"):
-        megabytes = [number / 1e6 for number in run.values("sync/bytes")]
-        seconds = run.values("sync/seconds")
-        detail = f", {show(statistics.median(megabytes), 'number')} MB" if megabytes else ""
-        detail += f", {1000 * statistics.median(seconds):.0f} ms" if seconds else ""
-        yield Tile("Weight sync", f"{_median(run, 'sync/gb_per_s')} GB/s", f"median{detail}")
-
-
-def _median(run: RunData, key: str, form: str = "number", *, before: str = "") -> str:
+def median(run: RunData, key: str, form: str = "number", *, before: str = "") -> str:
     """`before` and the median of a metric; "" if the run does not have it."""
     values = run.values(key)
     return before + show(statistics.median(values), form) if values else ""
-
-
-def phases(runs: Sequence[RunData]) -> list[PhaseRow]:
-    """Seconds of each phase and their fraction of the hardware's limit; the whole step last."""
-    names = [name for name in (*PHASES, "step") if any(run.has(f"time/{name}_s") for run in runs)]
-    return [PhaseRow(name, [_phase(run, name) for run in runs]) for name in names]
-
-
-def _phase(run: RunData, name: str) -> PhaseCell:
-    seconds = run.values(f"time/{name}_s")
-    if not seconds:
-        return PhaseCell()
-    total, median = sum(run.values("time/step_s")), statistics.median(seconds)
-    return PhaseCell(
-        seconds="< 0.001 s" if 0 < median < 0.001 else f"{show(median, 'number')} s",
-        share=show(sum(seconds) / total, "percent") if total else "",
-        limit=_median(run, f"perf/{name}_floor_frac", "percent"),
-    )
-
-
-class Profile(NamedTuple):
-    """What the processes computed in a step that was recorded; rows of text."""
-
-    step: str
-    shares: list[list[str]]
-    """Process, seconds, then the share of each of PROFILE_KINDS."""
-    operations: list[list[str]]
-    """Process, operator, seconds, calls."""
-
-
-PROFILE_KINDS = (*KINDS, OTHER, IDLE)
-
-
-def profiles(run: RunData) -> list[Profile]:
-    """The tables of the recorded steps."""
-    return [
-        Profile(
-            step,
-            shares=[[each.process, f"{each.seconds:.2f}", *_shares(each)] for each in found],
-            operations=[
-                [each.process, name, f"{seconds:.3f}", f"{calls:,}"]
-                for each in found
-                for name, seconds, calls in each.operations
-            ],
-        )
-        for step, found in run.profiles.items()
-    ]
-
-
-def _shares(process: Operations) -> list[str]:
-    return [show(process.shares.get(kind, 0.0), "percent") for kind in PROFILE_KINDS]
 
 
 def config_difference(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:

@@ -1,7 +1,8 @@
 """A run directory -> report.html, or several -> one page that compares them: one file that opens offline.
 
     data.py      files -> RunData
-    headline.py  content around the charts: headline numbers, phases, configuration and its differences
+    headline.py  content around the charts: headline numbers, configuration and its differences
+    phases.py    where the time goes: phases, shares of the hardware's limit, recorded steps
     sections.py  charts over steps
     present.py   the charts that a run has numbers for, or that compare several, and their numbers
     bins.py      difference of the engines (histograms.jsonl), what `parity diagnose` found
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.report import headline
+from trainer.report import headline, phases
 from trainer.report.bins import diagnosis_section, histogram_section, unreadable
 from trainer.report.data import RunData, at, load_runs
 from trainer.report.frame import render_page
@@ -63,9 +64,9 @@ def render(run: RunData) -> str:
         "facts": headline.facts(run),
         "changes": headline.changes(run),
         "tiles": headline.tiles(run),
-        "speeds": list(headline.speeds(run)),
-        "profiles": headline.profiles(run),
-        "profile_kinds": headline.PROFILE_KINDS,
+        "speeds": list(phases.speeds(run)),
+        "profiles": phases.profiles(run),
+        "profile_kinds": phases.PROFILE_KINDS,
         "assumptions": assumptions if isinstance(assumptions, list) else [],
         "thinned": drawn if drawn < len(run.steps) else None,
         "sample_tables": sample_tables(run),
@@ -100,7 +101,7 @@ def _render(template: str, runs: Sequence[RunData], context: Mapping[str, object
     names, count = ([""], WORST_SAMPLES) if len(runs) == 1 else ([run.name for run in runs], _WORST_OF_EACH)
     named = list(zip(names, runs, strict=True))
     common = {
-        "phases": headline.phases(runs),
+        "phases": phases.phases(runs),
         "smoothed": any(len(run.steps) > MAX_PLAIN_POINTS for run in runs),
         "worst": [
             (name, samples, prompt_frame(run)) for name, run in named if (samples := worst_samples(run, count=count))

@@ -1,7 +1,7 @@
 """The cache of Parity: generated models and measured ceilings, shared by all runs.
 
-A cached model is a sealed directory (`trainer/rundir/sealed.py`). It gets a temporary name until it is complete, so
-that a killed process leaves no entry, and one of two concurrent copies is kept.
+A cached model is a sealed directory (`trainer/rundir/sealed_directory.py`). It gets a temporary name until it is
+complete, so that a killed process leaves no entry, and one of two concurrent copies is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from algorithms.config.home import from_home
-from trainer.rundir.sealed import SealError, verify, write_manifest
+from trainer.rundir.sealed_directory import SealError, verify, write_manifest
 
 logger = logging.getLogger(__name__)
 

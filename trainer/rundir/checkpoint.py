@@ -4,7 +4,7 @@
         policy/         weights, optimizer and counters, sharded (torch.distributed.checkpoint), and the generators of
                         random numbers of every rank; loads on any number of ranks
         state.json      the rest: a RunState
-        manifest.json   see `trainer/rundir/sealed.py`
+        manifest.json   see `trainer/rundir/sealed_directory.py`
 
 A run which is killed while it saves leaves the checkpoint before. `trainer/run/saving.py` and
 `trainer/rundir/resume.py` use this file; the ranks write and read their part in `trainer/policy/shards.py`.
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from algorithms.config import Problem
 from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
-from trainer.rundir.sealed import (
+from trainer.rundir.sealed_directory import (
     FileRecord,
     SealError,
     begin_step,
@@ -115,7 +115,9 @@ def commit_checkpoint(
     best_metric: str | None = None,
     records: Mapping[str, FileRecord] | None = None,
 ) -> Checkpoint:
-    """Complete the checkpoint in `unfinished`, give it its final name and remove checkpoints that are not kept.
+    """Complete the checkpoint in `unfinished` and remove checkpoints that are not kept.
+
+    `publish_step` of sealed_directory.py gives it its final name.
 
     Args:
         unfinished: the directory that `begin_checkpoint` made, with the files of every rank.

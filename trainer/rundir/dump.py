@@ -4,7 +4,7 @@
         rank_00000.safetensors    tensors that each rank trained on (`trainer/policy/recorder.py`)
         config.yaml               the config of the step, as a recipe
         dump.json                 a DumpDescription
-        manifest.json             see `trainer/rundir/sealed.py`
+        manifest.json             see `trainer/rundir/sealed_directory.py`
 
 The files of the ranks are not synced to the disk, as for a checkpoint: a file torn by a power failure has another
 digest than in the manifest. Does not import torch.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.outputs import DUMPS
-from trainer.rundir.sealed import (
+from trainer.rundir.sealed_directory import (
     FileRecord,
     SealError,
     begin_step,

@@ -27,7 +27,7 @@ from trainer.rundir.checkpoint import (
 from trainer.rundir.model_mark import model_mark
 from trainer.rundir.provenance import config_record, group_choices
 from trainer.rundir.run_dir import StartError, has_checkpoint, needs_no_step
-from trainer.rundir.sealed import SealError
+from trainer.rundir.sealed_directory import SealError
 
 FIXED = ("model", "data", "run.seed")
 """Keys and sections that must not change: with another value the run would be another run."""

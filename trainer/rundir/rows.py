@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.rundir.sealed import to_disk
+from trainer.rundir.sealed_directory import to_disk
 
 POLL_S = 0.2
 """Seconds between two looks at a file that somebody else writes."""

@@ -18,7 +18,7 @@ from algorithms.config import Problem
 from trainer.config.outputs import CHECKPOINTS, DUMPS
 from trainer.config.training import Resume
 from trainer.rundir.rows import read_rows
-from trainer.rundir.sealed import sealed_steps, to_disk
+from trainer.rundir.sealed_directory import sealed_steps, to_disk
 
 LOCK_FILE = ".lock"
 ENVIRONMENT_FILE = "environment.json"

@@ -14,7 +14,7 @@ from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError, checkpoint_at, chosen_checkpoint
 from trainer.rundir.resume import changed_keys
-from trainer.rundir.sealed import MANIFEST
+from trainer.rundir.sealed_directory import MANIFEST
 
 KEY = "checkpoint"
 BASE = "none"

@@ -25,7 +25,7 @@ from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.rundir.checkpoint import newest_state
 from trainer.rundir.resume import begins, other_run, source_problems
 from trainer.rundir.run_dir import ENVIRONMENT_FILE, is_run, lock_holder, steps_taken, unusable_problem
-from trainer.rundir.sealed import SealError
+from trainer.rundir.sealed_directory import SealError
 from trainer.start.task_check import missing_model_problems, task_problems
 
 WANDB_MODE = "WANDB_MODE"

@@ -1,8 +1,9 @@
 """Remove secrets from written records: configs, command lines, environment records.
 
-Any value -> the same shape with secret strings replaced by "<redacted>". trainer/tracking/tracker.py redacts a config
-before it reaches config.yaml, environment.json or W&B. A secret is recognised by the name of its key (api_key,
-hf_token, password, ...), by its place (user:password@ in a URL, the value after --api-key) or by a well-known form.
+Any value -> the same shape with secret strings replaced by "<redacted>". trainer/rundir/provenance.py redacts what goes
+into config.yaml and environment.json, trainer/tracking/wandb_run.py what goes to W&B. A secret is recognised by the
+name of its key (api_key, hf_token, password, ...), by its place (user:password@ in a URL, the value after --api-key) or
+by a well-known form.
 """
 
 from __future__ import annotations
