@@ -5,7 +5,7 @@ One thread serves all workers. It gives them calls, watches the deadlines, and d
 - A call that raises, waits too long or loses its process is made again, after a pause, up to `max_tries` times.
 - A call that computes too long, or ends its process in every try, is to blame itself: its outcome is `proven`.
 - A worker that hangs or dies is replaced. The other calls that it had begin again, and no try of theirs counts.
-- When OUTAGE_CALLS items have failed and no call has succeeded in between, the fault may be none of theirs. Then one
+- When items fail and no call succeeds, a server may be away that the function asks: `outage.py` decides it. Then one
   call is tried at a time until one succeeds; the others wait, at most `outage_wait_s`.
 """
 
@@ -38,20 +38,17 @@ from rollout.processes.child_process import (
 )
 from rollout.task_config import CallsConfig
 from rollout.user_code.mark import NOBODY
+from rollout.user_code.outage import MAX_PAUSE_S, Outage
 from rollout.user_code.worker import Call, Kind, Said, Task, Worker
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 10.0
 """Seconds after the deadline of an async call within which its process must have ended the call."""
-OUTAGE_CALLS = 8
-"""Items that fail without a success in between from which on the fault may be none of theirs."""
 NO_MESSAGE = (ValueError, TypeError, AttributeError)
 """What reading a line raises that no worker of Parity sends."""
 PROBE = -1
 """Key of a task of the pool's own, which only shows whether calls succeed."""
-MAX_PAUSE_S = 10.0
-"""Longest pause in seconds between two tries of one call."""
 START_TRIES = 3
 """Number of workers, each lost before it had loaded its function, after which the waiting calls are given up."""
 RETRY_S = 1.0
@@ -233,30 +230,20 @@ class _Core:
     paused: list[tuple[float, int, Task]] = field(default_factory=list)
     """Heap of (time from which the task waits again, number, task)."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    failed: set[int] = field(default_factory=set)
-    """Keys of the tasks that have failed, in whichever try, since the last success."""
-    outage_since: float | None = None
-    """Time at which the outage began; None outside of an outage."""
-    probes: int = 0
-    """Calls that were made one at a time in this outage, and have failed; below `_proof` it is a suspicion."""
-    is_probing: bool = False
-    """True if the call that is open is such a call."""
-    probe_at: float = 0.0
-    """Time of the next of them."""
-    last_failure: str = ""
-    """Why the last call that has failed did so."""
-    known: bytes | None = None
-    """An item whose call has succeeded: when calls fail, it tells more than one that has failed."""
     has_told: bool = False
     """True once a failed call was logged."""
     lost_loading: int = 0
     """Workers in a row that were lost before they had loaded the function."""
     was_loaded: bool = False
     """True once a worker has loaded the function; from then on a failure to load it is no fault of the function."""
+    outage: Outage = field(init=False)
     start_at: float = 0.0
     """Time before which no worker is started."""
     files: dict[str, str] = field(default_factory=dict)
     """The user's own files that workers have loaded, each with its digest."""
+
+    def __post_init__(self) -> None:
+        self.outage = Outage(self.config, self._name, f"{self.kind.section}.outage_wait_s")
 
     # ---------------------------------------------------------------- the thread
 
@@ -265,7 +252,8 @@ class _Core:
         try:
             while self._take():
                 self._check_deadlines()
-                self._end_outage_in_vain()
+                if what := self.outage.end_in_vain():
+                    self._give_up(Failure.error, what)
                 self._give_out()
         except Exception as error:  # a fault of the pool must not look like a slow function
             logger.exception("%s: the pool of its processes failed", self._name)
@@ -318,14 +306,12 @@ class _Core:
         while self.workers:
             now = time.monotonic()
             worker = max(self.workers, key=lambda each: each.free(share))
-            is_outage = self.outage_since is not None
-            is_held = is_outage and (now < self.probe_at or any(each.calls for each in self.workers))
-            if is_held or worker.free(share) < 1:
+            if worker.free(share) < 1 or self.outage.holds(is_busy=any(each.calls for each in self.workers)):
                 return
-            tasks = self._probe(now) if is_outage else self._next(worker.items, now)
+            tasks = self._probe(now) if self.outage.is_on else self._next(worker.items, now)
             if not tasks:
                 return
-            self.is_probing = is_outage
+            self.outage.note_call()
             call = Call(number=next(self.numbers), tasks=tasks, since=now)
             worker.calls[call.number] = call
             items = b",".join(task.item for task in tasks)
@@ -340,11 +326,10 @@ class _Core:
         return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
 
     def _probe(self, now: float) -> list[Task]:
-        """What is tried in an outage: by turns a new task, which no cache of the function can answer, and an item whose
-        call has succeeded before, since all new ones may be bad; else what waits."""
-        if self.waiting and (self.known is None or self.probes % 2 == 0):
-            return [self.waiting.popleft()]
-        return self._next(1, now) if self.known is None else [Task(key=PROBE, item=self.known)]
+        """The task of a call that is tried in an outage."""
+        if self.outage.known is not None and (self.outage.tries_known or not self.waiting):
+            return [Task(key=PROBE, item=self.outage.known)]
+        return [self.waiting.popleft()] if self.waiting else self._next(1, now)
 
     def _pass_on(self, asked: Asked, value: bytes) -> None:
         for worker in self.workers:
@@ -435,15 +420,12 @@ class _Core:
 
     def _fail(self, task: Task, failure: Failure, message: str, *, proven: bool = False) -> None:
         """One try for a task has failed."""
-        self.last_failure = message
         task.tries += 1
         task.proven += proven
         if not self.has_told:
             logger.warning("%s: a call failed: %s. Metrics count such calls", self._name, message)
             self.has_told = True
-        if not proven:
-            self.failed.add(task.key)
-        if self._is_outage(message):
+        if self.outage.note_failure(task.key, message, proven=proven):
             self._repeat(task, failure, message, pause_s=0.0)
         elif task.tries < self.config.max_tries:
             pause_s = min(self.config.retry_pause_s * 2.0 ** (task.tries - 1), MAX_PAUSE_S)
@@ -456,49 +438,11 @@ class _Core:
         if task.key != PROBE:
             heapq.heappush(self.paused, (time.monotonic() + pause_s, next(self.numbers), task))
 
-    @property
-    def _proof(self) -> int:
-        """Calls, made one at a time, that fail in an outage before anybody is told: one of them is of a good item."""
-        return 1 if self.known is None else 2
-
-    def _is_outage(self, message: str) -> bool:
-        """True if so many tasks have failed that the fault may be none of theirs; begins and prolongs an outage."""
-        now, wait_s = time.monotonic(), self.config.outage_wait_s
-        if self.outage_since is None:
-            if not wait_s or len(self.failed) < OUTAGE_CALLS:
-                return False
-            self.outage_since, self.probe_at, self.probes = now, now, 0
-        elif self.is_probing:
-            self.is_probing = False
-            self.probes += 1
-            self.probe_at = now + min(self.config.retry_pause_s * 2.0**self.probes, MAX_PAUSE_S)
-            if self.probes == self._proof:
-                logger.warning(
-                    "%s: every call fails, the last with %s. The run waits until one succeeds, at most %g s "
-                    "(%s.outage_wait_s)", self._name, message, wait_s, self.kind.section,
-                )  # fmt: skip
-        return True
-
     def _succeed(self, task: Task) -> None:
-        self.failed.clear()
-        was_outage = self.probes >= self._proof
-        self.known = task.item if self.kind.read_question is None else None
-        if self.outage_since is None:
-            return
-        if was_outage:
-            logger.warning("%s: calls succeed again after %.0f s", self._name, time.monotonic() - self.outage_since)
+        can_be_made_again = self.kind.read_question is None
+        if self.outage.note_success(task.item if can_be_made_again else None):
             for held in [*self.alone, *(each for _, _, each in self.paused)]:
                 held.tries = held.proven = 0  # the outage was the cause
-        self.outage_since = None
-
-    def _end_outage_in_vain(self) -> None:
-        """After outage_wait_s, give up every task that waits."""
-        if self.outage_since is None or time.monotonic() - self.outage_since <= self.config.outage_wait_s:
-            return
-        self.outage_since = None
-        self.failed.clear()
-        what = f"no call succeeded for {self.config.outage_wait_s:g} s, the last failed with {self.last_failure}"
-        self._give_up(Failure.error, what)
 
     def _give_up(self, failure: Failure, message: str) -> None:
         """End every task that has no call."""

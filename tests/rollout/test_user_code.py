@@ -10,6 +10,7 @@ import time
 import pytest
 
 from rollout.user_code import pool as pool_module
+from rollout.user_code.outage import OUTAGE_CALLS
 from rollout.user_code.pool import Ended, Failure, Repeated, UserCodeError
 from tests.rollout.reward_calls import children, outcomes, pool_of_function, scores
 
@@ -420,7 +421,7 @@ def test_single_failures_are_no_outage(pool_of, tmp_path):
         """,
         outage_wait_s=600.0,
     )
-    found = outcomes(pool, ["bad"] * (pool_module.OUTAGE_CALLS - 1))
+    found = outcomes(pool, ["bad"] * (OUTAGE_CALLS - 1))
     assert {each.failure for each in found} == {Failure.error}
     begin = time.monotonic()
     found = outcomes(pool, ["good", "good", "bad"] * 20 + ["bad"] * 40)
