@@ -162,5 +162,6 @@ def test_a_receiver_that_dies_in_a_broadcast_is_replaced_and_received_from_again
     assert held_versions(engines) == [version] * 4
     report = sync_weights(policy, engines, policy_version=version + 1)
     assert "through shared memory (1) and broadcast (3) in" in str(report)
+    assert report.gb_per_s == pytest.approx(4 * report.num_bytes / report.seconds / 1e9)
     assert held_versions(engines) == [version + 1] * 4
     assert engines.metrics()["rollout/engine_restarts"] == 1.0
