@@ -21,6 +21,7 @@ from trainer.diagnose.diagnosis import Diagnosis, Settings, diagnose
 from trainer.diagnose.evidence import evidence_of
 from trainer.diagnose.logprob_scorer import LogprobScorer, OtherWeightsError
 from trainer.diagnose.results import answer, part_rows, write_diagnosis
+from trainer.diagnose.rungs import precision
 from trainer.diagnose.scoring import EditKind, Prompt, Scoring, TensorEdit
 from trainer.diagnose.without_model import diagnose_numbers
 from trainer.replay.bundle import Bundle, BundleError, write_bundle
@@ -393,3 +394,10 @@ def test_parts_add_up_in_the_table(tmp_path: Path) -> None:
     assert [row[0] for row in part_rows(found)] == ["cause", "temperature", "not explained", "all"]
     result, page = write_diagnosis(found, tmp_path, title="a test")
     assert result.is_file() and page.is_file()
+
+
+def test_a_narrower_type_is_tried_only_where_the_definition_computes_in_float32() -> None:
+    names = [candidate.name for candidate in precision(None, Scoring())]  # type: ignore[arg-type]
+    assert names.count("arithmetic") == 4, "two types, each with a narrow and with a float32 head"
+    narrow = Scoring().computed_in(DType.bfloat16)
+    assert "arithmetic" not in [candidate.name for candidate in precision(None, narrow)]  # type: ignore[arg-type]
