@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster as Machines
@@ -61,6 +62,9 @@ def test_ray_of_a_run_lets_nobody_in_and_leaves_nothing(monkeypatch: pytest.Monk
             assert_closed_to_others(session / "sockets" / "raylet")
             assert TOKEN_VARIABLE not in os.environ and os.environ["RAY_AUTH_MODE"] == "disabled"
             assert list((home / ".ray").iterdir()) == []
+            # No autoscaler, and nobody who reads the logs.
+            words = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+            assert not [each for each in words if parent in each and "monitor.py" in each]
             address = ray.get_runtime_context().gcs_address
             (home / ".ray" / "auth_token").write_text("f" * 64)
             stranger = subprocess.run(

@@ -20,6 +20,7 @@ from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
+from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import RpcError
 from ray.job_config import JobConfig
@@ -89,7 +90,7 @@ def ray_session(address: str | None) -> Iterator[None]:
             ends.callback(end_ray)
             # Ray opens its directory to every user of the machine, so it gets one below ours, which is closed.
             files = str(scratch.path / "r")
-            with _sessions_of_their_own(), _token_of_its_own():
+            with _sessions_of_their_own(), _token_of_its_own(), _nothing_beside_the_node():
                 # Without "local" Ray would follow the environment variable RAY_ADDRESS to another cluster.
                 _start_ray(address="local", include_dashboard=False, _temp_dir=files)
         yield
@@ -187,11 +188,22 @@ def _sessions_of_their_own() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+def _nothing_beside_the_node() -> Iterator[None]:
+    """Ray that is started within has neither an autoscaler nor a process that reads the logs of workers aloud.
+
+    One machine does not grow, and the logs are not printed (log_to_driver). Each would be one more Python, which delays
+    the start and the end of a run; Ray has no option against them.
+    """
+    with _replaced(Node, "start_monitor", lambda node: None), _replaced(Node, "start_log_monitor", lambda node: None):
+        yield
+
+
+@contextmanager
+def _replaced(owner: ModuleType | type, name: str, value: object) -> Iterator[None]:
     """`value` in place of a function of Ray while the block runs, where Ray has no option."""
-    before = getattr(module, name)
-    setattr(module, name, value)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        setattr(owner, name, before)
