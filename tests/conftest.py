@@ -60,6 +60,13 @@ def test_data_dir() -> Path:
     return directory
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With -m slow leave out the files without a slow test: loading them all takes ten seconds in each process."""
+    if config.option.markexpr.startswith("slow") and collection_path.match("test_*.py"):
+        return "mark.slow" not in collection_path.read_text("utf-8") or None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say why."""
     reasons = {"sglang": missing_sglang, "gpu": missing_gpu}
