@@ -95,3 +95,15 @@ def base_model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARITY_CACHE", str(cache))
         yield cache
+
+
+@pytest.fixture(scope="module")
+def local_ray(base_model_cache: Path) -> Iterator[None]:
+    """Ray for the runs of one file inside this process: starting it once saves most of the time of a short run.
+
+    It ends with the file, because other tests of the process start a cluster of their own.
+    """
+    from trainer.cluster.ray_session import ray_session
+
+    with ray_session(None):
+        yield

@@ -32,8 +32,10 @@ WORDS = (
 )  # fmt: skip
 SLOW_REWARD = """
 import pathlib, time
+FLAG = pathlib.Path({flag!r})
 def reward(response, answer):
-    while pathlib.Path({flag!r}).exists():
+    while FLAG.exists():
+        FLAG.with_suffix(".seen").touch()
         time.sleep(0.1)
     return float(answer in response)
 """
@@ -77,10 +79,7 @@ class Asked:
         """Return while the rollout of a step after the first waits for its rewards, for as long as `flag` exists."""
         self.wait_until(lambda: self.steps() >= 1)
         self.flag.touch()
-        before = -1
-        while before != self.steps():
-            before = self.steps()
-            time.sleep(2.0)
+        self.wait_until(self.flag.with_suffix(".seen").exists)
 
     def processes(self, name: str = "") -> list[psutil.Process]:
         """The processes of the run whose name or command line contains `name`, without zombies."""
