@@ -387,6 +387,7 @@ def test_text_that_no_json_can_hold_costs_no_worker(pool_of):
 def test_what_a_worker_writes_is_bounded(pool_of, monkeypatch, fault):
     monkeypatch.setattr("rollout.processes.child_process.MAX_LINE_BYTES", 1 << 20)
     monkeypatch.setattr("rollout.processes.child_process.MAX_UNHEARD", 100)
+    monkeypatch.setattr("rollout.processes.child_process.DEATH_S", 1.0)  # it writes on though nobody reads
     text = {"line": b"x" * (1 << 16), "flood": b"null\n" * 1000, "score": b'[{"score":1e39}]\n'}[fault]
     pool = pool_of(f"""
         def reward(response):
