@@ -20,7 +20,7 @@ RUN = (
 """What truncation kept is in the bundle, so truncation explains nothing."""
 
 
-def test_a_run_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_explained(tmp_path: Path, local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     assert run(["train", "arithmetic_grpo", *RUN, f"run.dir={run_dir}"]) == 0
     before = (run_dir / "metrics.jsonl").read_text()

@@ -37,7 +37,7 @@ def trained(run_dir: Path, *words: str) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
 
-def test_the_modes_become_one(tmp_path: Path) -> None:
+def test_the_modes_become_one(tmp_path: Path, local_ray: None) -> None:
     first, *others = [trained(tmp_path / mode, f"correction={mode}", *FLOAT32) for mode in CORRECTIONS]
     assert len(first) > 20
     for end in others:
@@ -45,11 +45,11 @@ def test_the_modes_become_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.sglang
-def test_a_server_has_the_bits_of_the_trainer(tmp_path: Path) -> None:
+def test_a_server_has_the_bits_of_the_trainer(tmp_path: Path, local_ray: None) -> None:
     trained(tmp_path / "run", *BFLOAT16, "rollout=sglang", "sampling.top_k=20", "sampling.top_p=0.95")
 
 
-def test_engines_adapters_and_checkpointed_layers_keep_the_bits(tmp_path: Path) -> None:
+def test_engines_adapters_and_checkpointed_layers_keep_the_bits(tmp_path: Path, local_ray: None) -> None:
     """With truncated sampling: the base model is sure of most tokens, so few are kept."""
     several = ("rollout.num_engines=2", "policy.activation_checkpoint_every=1", "sampling.temperature=0.7")
     truncation = ("sampling.top_p=0.95", "sampling.min_p=0.01")
