@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
 import pytest
 from asked_run import Asked
 
+from trainer.cli.commands import run as run_command
 from trainer.ending.termination import GO_ON
 from trainer.ending.time_limit import MARGIN_S
 
@@ -94,7 +93,12 @@ def test_a_second_signal_ends_within_ten_seconds_whatever_runs(asked: Callable[.
 
 @pytest.mark.slow
 @pytest.mark.scenario(10)
-def test_a_run_leaves_before_its_time_is_over_and_resume_goes_on(asked: Callable[..., Asked]) -> None:
+def test_a_run_leaves_before_its_time_is_over_and_resume_goes_on(
+    asked: Callable[..., Asked],
+    local_ray: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     budget_s = MARGIN_S + 20  # of these 20 s the start takes most; at least one step is taken
     run = asked(f"run.max_hours={budget_s / 3600}")
     began = time.monotonic()
@@ -104,9 +108,8 @@ def test_a_run_leaves_before_its_time_is_over_and_resume_goes_on(asked: Callable
     assert run.status() == "interrupted" and run.checkpoints() == [f"step_{last:06d}"]
     assert "time: run.max_hours ends this run at " in run.said
     assert f"out of time after step {last}: " in run.said and f"go on with parity resume {run.run_dir}" in run.said
-    words = ["resume", str(run.run_dir), f"run.num_steps={last + 1}", "run.max_hours=null"]
-    environment = os.environ | {"PARITY_DEADLINE": str(int(time.time()) + 3600)}
-    done = subprocess.run([sys.executable, "-m", "trainer", *words], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "time: PARITY_DEADLINE ends this run at " in done.stderr
+    monkeypatch.setenv("PARITY_DEADLINE", str(int(time.time()) + 3600))
+    longer = (f"run.num_steps={last + 1}", "run.max_hours=null", "tracking.wandb=disabled")
+    assert run_command(["resume", str(run.run_dir), *longer]) == 0
+    assert "time: PARITY_DEADLINE ends this run at " in capsys.readouterr().err
     assert run.steps() == last + 1 and run.status() == "completed"
