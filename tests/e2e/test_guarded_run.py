@@ -20,7 +20,6 @@ WORDS = (
     "eval.max_prompts=4", "checkpoint.every=100", "guard=mismatch", "guard.steps=2",
 )  # fmt: skip
 ANY_MISMATCH_IS_BAD = "guard.max_k3=1e-12"
-NO_MISMATCH_IS_BAD = "guard.max_k3=10"
 
 
 def events_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -51,7 +50,3 @@ def test_a_run_is_stopped_then_saved_and_goes_on_where_it_was(tmp_path: Path, lo
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.is_dir()) == [
         "step_000002", "step_000004", "step_000005",
     ]  # fmt: skip
-
-    # What has been repaired does not stop the run.
-    train(compose("arithmetic_grpo", *words, "run.num_steps=7", NO_MISMATCH_IS_BAD))
-    assert column(metrics_of(run_dir), "guard/level") == [0, 3, 0, 2, 1, 0, 0]
