@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -90,8 +92,19 @@ def missing_gpu() -> str:
 
 @pytest.fixture(scope="session")
 def base_model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """PARITY_CACHE for the session, so that the hurried base model is built once and never leaves a trace."""
+    """PARITY_CACHE for the session: what a run keeps for the next ones is made once here, and leaves no trace.
+
+    The hurried base model, and the rates of the hardware. A run keeps those only if nothing else goes on, never so
+    beside other tests: every run would measure them for seconds. Those of one thread stand for any number.
+    """
+    from trainer.limits.ceilings import cache_path, device_name, measure
+    from trainer.rundir.provenance import num_cores
+
     cache = tmp_path_factory.mktemp("cache")
+    rates = asdict(measure("cpu", num_threads=1)) | {"was_busy": False}
+    for count in range(1, num_cores() + 1):
+        named = rates | {"device": device_name("cpu", count)}
+        cache_path("cpu", count, cache_dir=cache).write_text(json.dumps(named), "utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARITY_CACHE", str(cache))
         yield cache
