@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms.config.advantage import Estimator
+from algorithms.config.advantage import CustomEstimator, Estimator
 from algorithms.returns import moments
 
 
@@ -44,7 +44,7 @@ class StepRewards(NamedTuple):
 
 
 def sample_advantages(
-    estimator: Estimator,
+    estimator: Estimator | CustomEstimator,
     rewards: Tensor,
     group_ids: Tensor,
     *,
@@ -73,7 +73,12 @@ def sample_advantages(
     mean = _group_sum(torch.where(kept, values, 0.0), group) / size.clamp(min=1)
     deviation = torch.where(size > 0, values - mean, 0.0)
     step = StepRewards(values, deviation, group, size, kept, num_tokens, epsilon)
-    return ADVANTAGES[estimator](step).float()
+    advantages = estimator(step) if isinstance(estimator, CustomEstimator) else ADVANTAGES[estimator](step)
+    if advantages.shape != rewards.shape:
+        raise ValueError(
+            f"{estimator} must return one advantage per sample, {list(rewards.shape)}, got {list(advantages.shape)}"
+        )
+    return advantages.float()
 
 
 def grpo(step: StepRewards) -> Tensor:

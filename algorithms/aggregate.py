@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from algorithms.config import Aggregation
+from algorithms.config.loss import Aggregation, CustomAggregation
 from algorithms.masked import divide_by_count, segment_expand, segment_sum
 
 
 def token_coefficients(
-    aggregation: Aggregation,
+    aggregation: Aggregation | CustomAggregation,
     *,
     mask: Tensor,
     cu_seqlens: Tensor,
@@ -37,6 +37,8 @@ def token_coefficients(
     A count of 0 divides by 1: an empty sum gives the loss 0, not NaN. Raises ValueError for aggregation=fixed_length
     without fixed_length_tokens.
     """
+    if isinstance(aggregation, CustomAggregation):
+        return aggregation(mask, cu_seqlens, num_tokens=float(num_tokens), num_sequences=float(num_sequences))
     ones = mask.float()
     match aggregation:
         case Aggregation.token_mean:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from algorithms.config import Anchor, Bound, CorrectionSpec, Level, WeightSpec
-from algorithms.config.spec import WHOLE_RESPONSE_LEVELS
+from algorithms.config.spec import CustomBound, CustomLevel
 from algorithms.kl import bounded_exp
 from algorithms.masked import segment_mean, segment_sum
 from algorithms.rejection import rejected_tokens
@@ -38,6 +38,8 @@ class Correction(NamedTuple):
     """[T] float32, the weight before its bound and before rejection, for statistics; None: the same as `weight`."""
     rejected: Mapping[str, Tensor] = MappingProxyType({})
     """Rejection criterion -> the response tokens that it rejects, [T] bool, in the order of the config."""
+    rollout: Tensor | None = None
+    """[T] float32, log mu; 0 off the mask and on invalid tokens. Read by losses of a user alone."""
 
 
 @torch.no_grad()
@@ -63,9 +65,13 @@ def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
         keep = keep & ~criterion
     weight = rho = torch.ones_like(tokens.delta)
     if spec.weight is not None:
-        log_ratio, has_weight = LEVELS[spec.weight.level](tokens)
+        level, bound = spec.weight.level, spec.weight.bound
+        log_ratio, has_weight = level(tokens) if isinstance(level, CustomLevel) else LEVELS[level](tokens)
         rho = bounded_exp(torch.where(has_weight, log_ratio, 0.0))
-        weight, inside = BOUNDS[spec.weight.bound](rho, log_ratio, spec.weight)
+        if isinstance(bound, CustomBound):
+            weight, inside = bound(rho, log_ratio, tokens)
+        else:
+            weight, inside = BOUNDS[bound](rho, log_ratio, spec.weight)
         keep = keep & has_weight & inside
     return Correction(
         anchor=tokens.train if spec.anchor is Anchor.old else tokens.rollout,
@@ -73,6 +79,7 @@ def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
         keep=keep,
         raw_weight=rho,
         rejected=rejected,
+        rollout=tokens.rollout,
     )
 
 
@@ -83,7 +90,7 @@ def weight_total(spec: CorrectionSpec, correction: Correction, *, cu_seqlens: Te
     are counted per response at whole-response levels, else per kept token.
     """
     weight, keep = correction.weight.double(), correction.keep
-    if spec.weight is not None and spec.weight.level in WHOLE_RESPONSE_LEVELS:
+    if spec.weight is not None and spec.weight.one_per_response:
         # All kept tokens of a response have the same weight, which is therefore their mean.
         weight = segment_mean(weight, keep, cu_seqlens)
         keep = segment_sum(keep.double(), cu_seqlens) > 0

@@ -25,6 +25,7 @@ from algorithms.config.loss import (
     TAU_NEGATIVE,
     TAU_POSITIVE,
     CISPOConfig,
+    CustomLoss,
     DPPOKLConfig,
     DPPOTVConfig,
     GSPOConfig,
@@ -72,6 +73,8 @@ class SurrogateTokens(NamedTuple):
     """[T] bool, the tokens that enter the loss."""
     cu_seqlens: Tensor
     """[N+1] int32, first token of each sequence."""
+    rollout_logprobs: Tensor | None = None
+    """[T] float32, log mu; 0 off the mask. Read by losses of a user alone."""
 
     def ratio(self) -> Tensor:
         """r = pi_theta / anchor of each token [T], with gradient."""
@@ -306,21 +309,24 @@ def policy_loss(
     # Masked before exp and before the product with A: 0 x inf would be NaN, in the loss and in the gradient.
     theta = torch.where(active, logprobs, 0.0)
     anchor = torch.where(active, correction.anchor, 0.0).detach()
-    if loss_config.surrogate not in SURROGATES:
+    mu = None if correction.rollout is None else torch.where(active, correction.rollout, 0.0)
+    tokens = SurrogateTokens(
+        logprobs=theta,
+        anchor_logprobs=anchor,
+        advantages=torch.where(active, advantages, 0.0).detach(),
+        response_mask=active,
+        cu_seqlens=cu_seqlens,
+        rollout_logprobs=mu,
+    )
+    if isinstance(loss_config, CustomLoss):
+        surrogate = loss_config(tokens)
+    elif loss_config.surrogate in SURROGATES:
+        surrogate = SURROGATES[loss_config.surrogate](tokens, loss_config)
+    else:
         raise TypeError(
             f"loss must be the config of a surrogate, got {type(loss_config).__name__}. "
             f"Choose one of {', '.join(SURROGATES)}."
         )
-    surrogate = SURROGATES[loss_config.surrogate](
-        SurrogateTokens(
-            logprobs=theta,
-            anchor_logprobs=anchor,
-            advantages=torch.where(active, advantages, 0.0).detach(),
-            response_mask=active,
-            cu_seqlens=cu_seqlens,
-        ),
-        loss_config,
-    )
     scale = torch.where(active, coefficients * correction.weight, 0.0).detach()
     policy = (scale * surrogate.loss).sum(dtype=torch.float64)
     loss = policy

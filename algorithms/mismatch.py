@@ -12,14 +12,14 @@ N: sequences, K: sums, M: maxima.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from algorithms.config import MAX_LOG_RATIO
+from algorithms.config import MAX_LOG_RATIO, CustomMetric
 from algorithms.config.spec import HARMLESS_ESS
 from algorithms.correction import Correction
 from algorithms.kl import bounded_exp, k1, k2, k3
@@ -106,7 +106,9 @@ class MismatchStats(Stats):
     """
 
     criteria: tuple[str, ...]
-    """[V] names of the rejection criteria, in the order of the config. The sizes of `sums` depend on V only."""
+    """[V] names of the rejection criteria, in the order of the config. The sizes of `sums` depend on V and W only."""
+    own: tuple[str, ...]
+    """[W] names of the user's metrics, in the order of the config."""
     token_deltas: Tensor
     """[n] float32, Delta of each token; NaN where the token is not valid."""
     sequence_deltas: Tensor
@@ -120,13 +122,14 @@ class MismatchStats(Stats):
             sums=self.sums + other.sums,
             maxes=torch.maximum(self.maxes, other.maxes),
             criteria=self.criteria,
+            own=self.own,
             token_deltas=torch.cat([self.token_deltas, other.token_deltas]),
             sequence_deltas=torch.cat([self.sequence_deltas, other.sequence_deltas]),
         )
 
     def named_sums(self) -> dict[str, float]:
         """The sums by name. Reads the device."""
-        return dict(zip(_sum_names(self.criteria), self.sums.tolist(), strict=True))
+        return dict(zip(_sum_names(self.criteria, self.own), self.sums.tolist(), strict=True))
 
     def metrics(self) -> dict[str, float | None]:
         """All metrics `mismatch/*`. Reads the device."""
@@ -156,12 +159,16 @@ class MismatchStats(Stats):
             ),
             **{name: sums[name] / sums[f"{name}_tokens"] for name in LAGS if sums[f"{name}_tokens"]},
         }
-        return {f"mismatch/{name}": value for name, value in metrics.items()}
+        own = {name: mean_or_none(sums[name], valid) for name in self.own}
+        return {f"mismatch/{name}": value for name, value in metrics.items()} | own
 
 
 @torch.no_grad()
 def mismatch_stats(
-    tokens: Tokens, correction: Correction | None = None, context: StepContext | None = None
+    tokens: Tokens,
+    correction: Correction | None = None,
+    context: StepContext | None = None,
+    metrics: Sequence[CustomMetric] = (),
 ) -> MismatchStats:
     """Mismatch statistics of one micro-batch, on its device; no value is read on the host.
 
@@ -169,6 +176,7 @@ def mismatch_stats(
         tokens: trainer_logprobs come from the trainer's forward, never from the rollout engine; advantages for eff_lr.
         correction: The correction that was applied; None leaves the metrics of weights and of rejection None.
         context: Rewards and weight lags, each for the metrics that need it.
+        metrics: The user's own.
 
     Raises ValueError if trainer_logprobs are None, and for a wrong shape or dtype.
     """
@@ -181,18 +189,21 @@ def mismatch_stats(
     sums = _token_sums(tokens, delta, mu, prob_diff) | _sequence_sums(tokens) | _lag_sums(tokens, context)
     if correction is not None:
         sums |= _correction_sums(tokens, correction, context.rewards)
+    sums |= {metric.key: torch.where(valid, metric(tokens).double(), 0.0).sum() for metric in metrics}
     criteria = () if correction is None else tuple(correction.rejected)
+    own = tuple(metric.key for metric in metrics)
     return MismatchStats(
-        sums=torch.stack([sums.get(name, mu.new_zeros(())).double() for name in _sum_names(criteria)]),
+        sums=torch.stack([sums.get(name, mu.new_zeros(())).double() for name in _sum_names(criteria, own)]),
         maxes=torch.stack([masked_max(values, valid) for values in (k3(delta), delta.abs(), prob_diff.abs(), delta)]),
         criteria=criteria,
+        own=own,
         token_deltas=torch.where(valid, tokens.delta, math.nan),
         sequence_deltas=torch.where(tokens.num_valid > 0, tokens.delta_total, math.nan),
     )
 
 
-def _sum_names(criteria: tuple[str, ...]) -> tuple[str, ...]:
-    return (*SUMS, *(f"rs/{name}_{part}" for name in criteria for part in ("frac", "seq_frac")))
+def _sum_names(criteria: tuple[str, ...], own: tuple[str, ...]) -> tuple[str, ...]:
+    return (*SUMS, *(f"rs/{name}_{part}" for name in criteria for part in ("frac", "seq_frac")), *own)
 
 
 def _token_sums(tokens: Tokens, delta: Tensor, mu: Tensor, prob_diff: Tensor) -> dict[str, Tensor]:

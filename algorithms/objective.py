@@ -9,8 +9,6 @@ or pi_theta/mu.
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from algorithms.config import (
     Aggregation,
     Anchor,
@@ -21,7 +19,6 @@ from algorithms.config import (
     Level,
     LossConfig,
     ReferenceKLConfig,
-    RejectConfig,
     RejectedDenominator,
     SelfNormalize,
     WeightSpec,
@@ -32,13 +29,15 @@ from algorithms.config.loss import (
     TAU_NEGATIVE,
     TAU_POSITIVE,
     CISPOConfig,
+    CustomAggregation,
+    CustomLoss,
     DPPOKLConfig,
     DPPOTVConfig,
     GSPOConfig,
     PPOClipConfig,
     SAPOConfig,
 )
-from algorithms.config.spec import CorrectionSpec
+from algorithms.config.spec import CorrectionSpec, CustomBound, CustomLevel
 
 
 def objective(config: CorrectionConfig, loss: LossConfig) -> str:
@@ -53,7 +52,7 @@ def objective(config: CorrectionConfig, loss: LossConfig) -> str:
     factors = ["m"]
     if spec.weight is not None:
         factors += _indicators(spec.weight, rho)
-    factors += _criteria(spec.reject, rho)
+    factors += spec.reject.indicators(rho)
     if spec.weight is not None:
         factors.append(f"sg({_weight(spec.weight, rho)})")
     factors += [_surrogate(loss, anchor="pi_old" if spec.anchor is Anchor.old else "mu"), "A"]
@@ -76,7 +75,9 @@ def reference_term(config: ReferenceKLConfig) -> str:
     return f" + {config.coef:g} * {kl}, with tokens, weight and divisor of the first term"
 
 
-def _at(level: Level, rho: str) -> str:
+def _at(level: Level | CustomLevel, rho: str) -> str:
+    if isinstance(level, CustomLevel):
+        return level.text(rho=rho)
     return {
         Level.token: rho,
         Level.sequence: f"prod_y({rho})",
@@ -100,6 +101,8 @@ def _indicators(weight: WeightSpec, rho: str) -> list[str]:
 
 def _weight(weight: WeightSpec, rho: str) -> str:
     at = _at(weight.level, rho)
+    if isinstance(weight.bound, CustomBound):
+        return weight.bound.text(weight=at)
     match weight.bound:
         case Bound.none | Bound.mask:
             return at
@@ -109,19 +112,11 @@ def _weight(weight: WeightSpec, rho: str) -> str:
             return f"clip({at}, {weight.low:g}, {weight.high:g})"
 
 
-def _criteria(reject: RejectConfig, rho: str) -> list[str]:
-    indicators = {field.name: field.metadata["indicator"] for field in fields(reject)}
-    lines = []
-    for name in reject.active():
-        value = getattr(reject, name)
-        low, high = value if isinstance(value, list) else (value, value)
-        lines.append(indicators[name].format(rho=rho, train=rho.removesuffix("/mu"), low=low, high=high, bound=value))
-    return lines
-
-
 def _surrogate(loss: LossConfig, *, anchor: str) -> str:
     ratio = f"pi_theta/{anchor}"
     match loss:
+        case CustomLoss():
+            return loss.text(ratio=ratio, anchor=anchor)
         case PPOClipConfig():
             dual = "" if loss.dual_clip is None else f", dual {loss.dual_clip:g}"
             return f"PPOclip({ratio}, {loss.clip_low:g}, {loss.clip_high:g}{dual})"
@@ -140,14 +135,16 @@ def _surrogate(loss: LossConfig, *, anchor: str) -> str:
 
 def _divisor(spec: CorrectionSpec, loss: LossConfig) -> str:
     kept = "_kept" if _drops(spec) else ""
-    counts = {
+    counts: dict[Aggregation | CustomAggregation, list[str]] = {
         Aggregation.token_mean: [f"N_tokens{kept}"],
         Aggregation.seq_mean_token_mean: [f"N_sequences{kept}", f"|y{kept}|"],
         Aggregation.seq_mean_token_sum: [f"N_sequences{kept}"],
         Aggregation.fixed_length: [f"N_sequences{kept}", f"{loss.fixed_length_tokens}"],
         Aggregation.token_sum: [],
     }
-    parts = [*(["Z"] if spec.self_normalize is SelfNormalize.mean_one else []), *counts[loss.aggregation]]
+    aggregation = loss.aggregation
+    own = [aggregation.text(kept=kept)] if isinstance(aggregation, CustomAggregation) else counts[aggregation]
+    parts = [*(["Z"] if spec.self_normalize is SelfNormalize.mean_one else []), *own]
     if not parts:
         return ""
     return f" / {parts[0]}" if len(parts) == 1 else f" / ({' * '.join(parts)})"

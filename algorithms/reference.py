@@ -32,7 +32,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from algorithms.config.reference import KLEstimator, KLPlacement, ReferenceKLConfig
+from algorithms.config.reference import CustomKLEstimator, KLEstimator, KLPlacement, ReferenceKLConfig
 from algorithms.kl import bounded_exp, k1, k2, k3
 from algorithms.masked import require_packed
 from algorithms.stats import Stats, mean_or_none
@@ -41,7 +41,11 @@ REFERENCE_SUMS: Final = ("tokens", "invalid", "k1", "k3")
 
 
 def reference_kl(
-    logprobs: Tensor, *, ref_logprobs: Tensor, anchor_logprobs: Tensor | None, estimator: KLEstimator
+    logprobs: Tensor,
+    *,
+    ref_logprobs: Tensor,
+    anchor_logprobs: Tensor | None,
+    estimator: KLEstimator | CustomKLEstimator,
 ) -> Tensor:
     """The estimate of each token -> [T] float32, nats, with the gradient of its formula. Inputs must be finite.
 
@@ -54,6 +58,8 @@ def reference_kl(
     Log-ratios are clamped to +-MAX_LOG_RATIO before exp; a clamped log-ratio has no gradient. Raises ValueError if
     anchor_logprobs is None with `unbiased`.
     """
+    if isinstance(estimator, CustomKLEstimator):
+        return estimator(logprobs, ref_logprobs.detach(), anchor_logprobs)
     log_ratio = ref_logprobs.detach() - logprobs
     match estimator:
         case KLEstimator.k1:
@@ -98,7 +104,8 @@ def reference_kl_loss(
         )
     require_packed(response_mask, logprobs=logprobs, ref_logprobs=ref_logprobs, coefficients=coefficients)
     active = response_mask & torch.isfinite(logprobs) & torch.isfinite(ref_logprobs)
-    if config.estimator is KLEstimator.unbiased:
+    own = config.estimator if isinstance(config.estimator, CustomKLEstimator) else None
+    if own.reads_anchor if own else config.estimator is KLEstimator.unbiased:
         anchor_logprobs = _needed(anchor_logprobs)
         require_packed(response_mask, anchor_logprobs=anchor_logprobs)
         active = active & torch.isfinite(anchor_logprobs)

@@ -27,7 +27,9 @@ def rejected_tokens(config: RejectConfig, tokens: Tokens) -> dict[str, Tensor]:
 
     Raises ValueError if a criterion needs advantages, and tokens.advantages is None.
     """
-    return {name: tokens.response_mask & ~CRITERIA[name](tokens, getattr(config, name)) for name in config.active()}
+    own = {criterion.name: criterion(tokens) for criterion in config.custom}
+    kept = {name: CRITERIA[name](tokens, getattr(config, name)) for name in config.active() if name not in own} | own
+    return {name: tokens.response_mask & ~keeps for name, keeps in kept.items()}
 
 
 # Criteria per token -> [T] bool, True where the token is kept.

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
-from algorithms.config import Checked, Problem
+from algorithms.config import Checked, Custom, Problem
 from algorithms.config.home import MAY_NAME_PATHS
 from algorithms.config.rules import Rule, above, at_least, ruled, within
+
+if TYPE_CHECKING:
+    from rollout.types import SampleGroup
 
 
 class DType(Enum):
@@ -368,6 +371,15 @@ class FixedCollectConfig(CollectConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class CustomFilter(Custom):
+    """A user's decision which groups a step trains on."""
+
+    def __call__(self, group: SampleGroup) -> bool:
+        """True if the group is kept; its samples have rewards. Runs in the driver, while engines sample."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, slots=True)
 class DynamicCollectConfig(CollectConfig):
     """DAPO dynamic sampling: groups whose samples all agree are dropped, and new prompts replace them."""
 
@@ -377,5 +389,8 @@ class DynamicCollectConfig(CollectConfig):
     max_rounds: int = ruled(10, at_least(1))
     """Largest number of rounds of generation per step; if groups are still missing, the run stops with an error that
     gives the counts. Vetted: 10."""
+    filter: CustomFilter | None = None
+    """Your own decision which groups are kept, path/to/file.py:Name; null drops the groups whose samples are all
+    correct, or all wrong."""
     min_prompts: int | None = ruled(None, at_least(1))
     """Number of kept groups that suffices for a step after max_rounds; null means batch.prompts_per_step."""

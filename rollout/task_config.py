@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from algorithms.config import Checked, Problem
+from algorithms.config import Checked, Custom, Problem
 from algorithms.config.home import PathText
 from algorithms.config.rules import Rule, above, at_least, given, ruled, within
 from rollout.similar_file import similar_file
@@ -202,9 +202,34 @@ class FileDataConfig(DataConfig):
     """Treatment of rows that cannot become a prompt: fail reports all bad rows and ends the run; skip leaves the rows
     out and writes them to bad_rows.jsonl."""
 
+    def source_problem(self, key: str, source: str) -> Problem | None:
+        """The Problem of a `source` of rows, the value of `key`, that can be seen without reading it; or None."""
+        return source_problem(key, source)
+
     def conflicts(self) -> Iterator[Problem]:
         for key in ("train_path", "eval_path"):
-            if (problem := source_problem(key, getattr(self, key))) is not None:
+            if (problem := self.source_problem(key, getattr(self, key))) is not None:
                 yield problem
         for name in sorted(set(self.chat_template_kwargs) & set(OWN_TEMPLATE_ARGUMENTS)):
             yield Problem(key=f"chat_template_kwargs.{name}", rule="cannot be chosen", value=name)
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomData(FileDataConfig, Custom):
+    """A source of rows of a user: a data base, a generator, another format. Rows then go the way of rows of files."""
+
+    kind: ClassVar[str] = "custom"
+    train_path: str = "train"
+    """What `rows` gets for the training rows; any text that says which they are."""
+    eval_path: str = "eval"
+    """What `rows` gets for the held-out rows."""
+
+    def rows(self, source: str) -> Iterator[Mapping[str, Any]]:
+        """The rows of train_path, eval_path or an entry of eval.sets, each column -> value, the same at every call.
+
+        A start reads the first of them only, so that a generator need not make the others.
+        """
+        raise NotImplementedError
+
+    def source_problem(self, key: str, source: str) -> Problem | None:
+        return None

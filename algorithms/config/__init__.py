@@ -5,7 +5,7 @@ line composes and checks these classes before torch or Ray is imported, so the c
 that they configure.
 """
 
-from algorithms.config.advantage import AdvantageConfig, Baseline, BaselineScope, Estimator
+from algorithms.config.advantage import AdvantageConfig, Baseline, BaselineScope, CustomEstimator, Estimator
 from algorithms.config.correction import (
     BypassConfig,
     BypassLoss,
@@ -18,9 +18,13 @@ from algorithms.config.correction import (
     TISConfig,
     VanillaISConfig,
 )
+from algorithms.config.custom import Custom, CustomMetric
 from algorithms.config.loss import (
     Aggregation,
     CISPOConfig,
+    CustomAggregation,
+    CustomLoss,
+    Divisor,
     DPPOConfig,
     DPPOKLConfig,
     DPPOTVConfig,
@@ -31,16 +35,17 @@ from algorithms.config.loss import (
     SAPOConfig,
 )
 from algorithms.config.presets import PRESETS
-from algorithms.config.reference import KLEstimator, KLPlacement, ReferenceKLConfig
-from algorithms.config.rejection import RejectConfig
+from algorithms.config.reference import CustomKLEstimator, KLEstimator, KLPlacement, ReferenceKLConfig
+from algorithms.config.rejection import CustomCriterion, RejectConfig
 from algorithms.config.rules import NOT_SET, Checked, ConfigError, Problem
 from algorithms.config.spec import (
     MAX_LOG_RATIO,
-    WHOLE_RESPONSE_LEVELS,
     Anchor,
     Bound,
     Compared,
     CorrectionSpec,
+    CustomBound,
+    CustomLevel,
     Level,
     RejectedDenominator,
     SelfNormalize,
@@ -48,10 +53,12 @@ from algorithms.config.spec import (
 )
 
 __all__ = [
-    "MAX_LOG_RATIO", "NOT_SET", "PRESETS", "WHOLE_RESPONSE_LEVELS", "AdvantageConfig", "Aggregation", "Anchor",
-    "Baseline", "BaselineScope", "Bound", "BypassConfig", "BypassLoss", "CISPOConfig", "Checked", "Compared",
-    "ConfigError", "CorrectionConfig", "CorrectionSpec", "CustomConfig", "DPPOConfig", "DPPOKLConfig", "DPPOTVConfig",
-    "Estimator", "GSPOConfig", "KLEstimator", "KLPlacement", "Level", "LossConfig", "MISBound", "MISConfig",
-    "PPOClipConfig", "PPOISConfig", "Problem", "RecomputeConfig", "ReferenceKLConfig", "ReinforceConfig",
-    "RejectConfig", "RejectedDenominator", "SAPOConfig", "SelfNormalize", "TISConfig", "VanillaISConfig", "WeightSpec",
+    "MAX_LOG_RATIO", "NOT_SET", "PRESETS", "AdvantageConfig", "Aggregation", "Anchor", "Baseline", "BaselineScope",
+    "Bound", "BypassConfig", "BypassLoss", "CISPOConfig", "Checked", "Compared", "ConfigError", "CorrectionConfig",
+    "CorrectionSpec", "Custom", "CustomAggregation", "CustomBound", "CustomConfig", "CustomCriterion",
+    "CustomEstimator", "CustomKLEstimator", "CustomLevel", "CustomLoss", "CustomMetric", "DPPOConfig", "DPPOKLConfig",
+    "DPPOTVConfig", "Divisor", "Estimator", "GSPOConfig", "KLEstimator", "KLPlacement", "Level", "LossConfig",
+    "MISBound", "MISConfig", "PPOClipConfig", "PPOISConfig", "Problem", "RecomputeConfig", "ReferenceKLConfig",
+    "ReinforceConfig", "RejectConfig", "RejectedDenominator", "SAPOConfig", "SelfNormalize", "TISConfig",
+    "VanillaISConfig", "WeightSpec",
 ]  # fmt: skip

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from algorithms.config.rules import Checked, Problem, ruled, within
+from algorithms.config.custom import Custom
+from algorithms.config.rules import Checked, Problem, as_yaml, ruled, within
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from algorithms.advantage import StepRewards
 
 
 class Baseline(Enum):
@@ -51,6 +57,18 @@ class Estimator(Enum):
     """One advantage per token from the values of a critic, whitened over the response tokens of the step (PPO)."""
 
 
+@dataclass(kw_only=True, slots=True)
+class CustomEstimator(Custom):
+    """An estimator of a user: one advantage per sample."""
+
+    baseline: ClassVar[Baseline] = Baseline.none
+    """What it takes off the rewards: the rules about groups follow from it. `critic` is not possible here."""
+
+    def __call__(self, step: StepRewards) -> Tensor:
+        """The advantage of each sample of the step, [N]."""
+        raise NotImplementedError
+
+
 class BaselineScope(Enum):
     """Samples that form the baseline when the correction rejects whole responses."""
 
@@ -64,7 +82,7 @@ class BaselineScope(Enum):
 class AdvantageConfig(Checked):
     """Computation of advantages from the rewards of a step."""
 
-    estimator: Estimator = Estimator.grpo
+    estimator: Estimator | CustomEstimator = Estimator.grpo
     """Formula of the advantages. Vetted: grpo."""
     baseline_scope: BaselineScope = BaselineScope.all
     """Samples that form the baseline when the correction rejects whole responses. Vetted: all."""
@@ -77,7 +95,7 @@ class AdvantageConfig(Checked):
         if self.baseline_scope is BaselineScope.kept and self.estimator.baseline is Baseline.none:
             yield self.broken(
                 "baseline_scope",
-                f"has no effect with estimator={self.estimator.name}, which has no baseline",
+                f"has no effect with estimator={as_yaml(self.estimator)}, which has no baseline",
                 "Use baseline_scope=all, or an estimator with a baseline, for example rloo.",
             )
         for key in ("gamma", "gae_lambda"):
@@ -85,7 +103,7 @@ class AdvantageConfig(Checked):
             if value != 1 and self.estimator.baseline is not Baseline.critic:
                 yield Problem(
                     key=key,
-                    rule=f"has no effect with estimator={self.estimator.name}, which gives one advantage per sample",
+                    rule=f"has no effect with estimator={as_yaml(self.estimator)}: a sample has one advantage",
                     value=value,
                     remedy="Use estimator=gae, or remove it.",
                 )

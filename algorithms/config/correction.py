@@ -12,12 +12,14 @@ from enum import Enum
 from typing import ClassVar, Final
 
 from algorithms.config.rejection import RejectConfig
-from algorithms.config.rules import NOT_SET, Checked, Problem, Rule, ruled
+from algorithms.config.rules import NOT_SET, Checked, Problem, Rule, as_yaml, ruled
 from algorithms.config.spec import (
     Anchor,
     Bound,
     Compared,
     CorrectionSpec,
+    CustomBound,
+    CustomLevel,
     Level,
     RejectedDenominator,
     SelfNormalize,
@@ -96,7 +98,7 @@ class VanillaISConfig(CorrectionConfig):
     """PPO ratio against pi_old, weighted with the unbounded rho = pi_old / pi_rollout."""
 
     mode: ClassVar[str] = "vanilla_is"
-    level: Level = Level.token
+    level: Level | CustomLevel = Level.token
     """Tokens over which rho is accumulated. Vetted: token."""
     self_normalize: SelfNormalize = SelfNormalize.none
     """Division of the weights by their mean: none or mean_one. Vetted: none."""
@@ -115,7 +117,7 @@ class TISConfig(CorrectionConfig):
     """Truncated importance sampling: PPO ratio against pi_old, weighted with min(rho, cap)."""
 
     mode: ClassVar[str] = "tis"
-    level: Level = Level.token
+    level: Level | CustomLevel = Level.token
     """Tokens over which rho is accumulated. Vetted: token."""
     cap: float = ruled(2.0, _CAP, remedy="Use correction=vanilla_is for a weight without a cap.")
     """Upper bound C of the weight, a ratio; larger means less bias and more variance. Vetted: 2.0 (token)."""
@@ -137,7 +139,7 @@ class MISConfig(CorrectionConfig):
     """Masked importance sampling: rho bounded to [low, high], with a veto on catastrophic tokens."""
 
     mode: ClassVar[str] = "mis"
-    level: Level = Level.token
+    level: Level | CustomLevel = Level.token
     """Tokens over which rho is accumulated. Vetted: token (IcePop) and sequence."""
     bound: MISBound = MISBound.mask
     """Treatment of a weight outside [low, high]. Vetted: mask."""
@@ -175,7 +177,7 @@ class BypassConfig(CorrectionConfig):
     loss: BypassLoss = BypassLoss.ppo_clip
     """Objective: ppo_clip for a surrogate with the ratio pi_theta/pi_rollout, reinforce for REINFORCE with a detached
     truncated weight. Vetted: ppo_clip."""
-    level: Level = Level.token
+    level: Level | CustomLevel = Level.token
     """Tokens over which the weight of `loss=reinforce` is accumulated. Vetted: token."""
     cap: float = ruled(2.0, _CAP, remedy="Vetted: 2.0.")
     """Upper bound of the detached weight of `loss=reinforce`, a ratio. Vetted: 2.0."""
@@ -215,9 +217,9 @@ class CustomConfig(CorrectionConfig):
     """Denominator of the surrogate's ratio. Vetted: old."""
     compared: Compared = Compared.old
     """Log-probs of the trainer that are compared with the engine's log-probs. Vetted: old; current saves a forward."""
-    level: Level | None = None
+    level: Level | CustomLevel | None = None
     """Tokens over which rho is accumulated; null means a weight of 1."""
-    bound: Bound = Bound.none
+    bound: Bound | CustomBound = Bound.none
     """Treatment of a weight outside its bounds."""
     low: float | None = None
     """Lower bound of rho, a ratio; required with bound=clip, optional with bound=truncate and bound=mask."""
@@ -255,15 +257,15 @@ class CustomConfig(CorrectionConfig):
                     yield Problem(key=key, rule="has no effect without a weight", value=value, remedy="Set level.")
 
     def _bound_problems(self) -> Iterator[Problem]:
-        bounded = self.level is not None and self.bound is not Bound.none
+        bounded = self.level is not None and isinstance(self.bound, Bound) and self.bound is not Bound.none
         needed = {"low": bounded and self.bound is Bound.clip, "high": bounded}
         for key in ("low", "high"):
             value = getattr(self, key)
             if value is not None and not bounded:
-                cause = "without a weight (level)" if self.level is None else "with bound=none"
+                cause = "without a weight (level)" if self.level is None else f"with bound={as_yaml(self.bound)}"
                 yield Problem(key=key, rule=f"has no effect {cause}", value=value, remedy="Set it to null.")
             if value is None and needed[key]:
-                yield Problem(key=key, rule=f"must be set with bound={self.bound.name}", value=NOT_SET)
+                yield Problem(key=key, rule=f"must be set with bound={as_yaml(self.bound)}", value=NOT_SET)
         if bounded and self.high is not None:
             yield from _interval_problems(self.low, self.high)
 

@@ -17,9 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
-from algorithms.config.rules import Checked, Problem, above, at_least, ruled, within
+from algorithms.config.custom import Custom
+from algorithms.config.rules import Checked, Problem, above, as_yaml, at_least, ruled, within
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from algorithms.loss import Surrogate, SurrogateTokens
 
 _GSPO_CLIP = within(0, 0.05, "()", because="the mean log-ratio of a response never gets that far")
 """Rule of a GSPO clip, which refuses values >= 0.05: see `GSPOConfig`."""
@@ -34,19 +40,49 @@ MAX_KL_THRESHOLD = 13
 by 1e-6, and log 1e6 = 13.8."""
 
 
-class Aggregation(Enum):
-    """Aggregation of per-token losses into one number, which decides the weight of long responses."""
+class Divisor(Enum):
+    """The number by which the sum of an optimizer step is divided, over all ranks."""
 
-    token_mean = "token_mean"
+    tokens = "tokens"
+    sequences = "sequences"
+    none = "none"
+
+
+class Aggregation(Enum):
+    """Aggregation of per-token losses into one number, which decides the weight of long responses.
+
+    Every member names its divisor, which counts the kept tokens or responses with rejected_denominator=drop.
+    """
+
+    divisor: Divisor
+
+    def __new__(cls, name: str, divisor: Divisor) -> Self:
+        member = object.__new__(cls)
+        member._value_, member.divisor = name, divisor
+        return member
+
+    token_mean = "token_mean", Divisor.tokens
     """Sum over tokens / all response tokens of the optimizer step (DAPO)."""
-    seq_mean_token_mean = "seq_mean_token_mean"
+    seq_mean_token_mean = "seq_mean_token_mean", Divisor.sequences
     """Mean over the tokens of a response, then over responses (GRPO)."""
-    seq_mean_token_sum = "seq_mean_token_sum"
+    seq_mean_token_sum = "seq_mean_token_sum", Divisor.sequences
     """Sum over the tokens of a response, then mean over responses."""
-    fixed_length = "fixed_length"
+    fixed_length = "fixed_length", Divisor.sequences
     """Sum over the tokens of a response / `loss.fixed_length_tokens`, then mean over responses (Dr.GRPO)."""
-    token_sum = "token_sum"
+    token_sum = "token_sum", Divisor.none
     """Sum over all response tokens, without a divisor."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomAggregation(Custom):
+    """An aggregation of a user. Its formula is the divisor; it may hold {kept}, "" or "_kept": "N_tokens{kept}"."""
+
+    divisor: ClassVar[Divisor] = Divisor.tokens
+    """The count of the optimizer step by which the coefficients are divided."""
+
+    def __call__(self, mask: Tensor, cu_seqlens: Tensor, *, num_tokens: float, num_sequences: float) -> Tensor:
+        """The factor of each token's loss, [T] float32, 0 off the mask [T] bool; the counts are of the whole step."""
+        raise NotImplementedError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,7 +91,7 @@ class LossConfig(Checked):
 
     surrogate: ClassVar[str] = ""
     """Name in `algorithms.loss.SURROGATES`; this base has none."""
-    aggregation: Aggregation = Aggregation.token_mean
+    aggregation: Aggregation | CustomAggregation = Aggregation.token_mean
     """Aggregation of per-token losses into one number. Vetted: token_mean (DAPO), seq_mean_token_mean (GRPO)."""
     fixed_length_tokens: int | None = None
     """Divisor of aggregation=fixed_length, in tokens; usually sampling.max_new_tokens."""
@@ -72,7 +108,7 @@ class LossConfig(Checked):
         if self.aggregation is not Aggregation.fixed_length and self.fixed_length_tokens is not None:
             yield self.broken(
                 "fixed_length_tokens",
-                f"has no effect with aggregation={self.aggregation.name}",
+                f"has no effect with aggregation={as_yaml(self.aggregation)}",
                 "Remove it, or use loss.aggregation=fixed_length.",
             )
 
@@ -106,7 +142,7 @@ class GSPOConfig(LossConfig):
     """Clip below, a distance from 1: the ratio of a response is clipped at 1 - clip_low. Vetted: 3e-4."""
     clip_high: float = ruled(4e-4, _GSPO_CLIP, remedy=f"Vetted: 4e-4. {_TOKEN_CLIP}")
     """Clip above, a distance from 1: the ratio of a response is clipped at 1 + clip_high. Vetted: 4e-4."""
-    aggregation: Aggregation = Aggregation.seq_mean_token_mean
+    aggregation: Aggregation | CustomAggregation = Aggregation.seq_mean_token_mean
     """Aggregation of per-token losses into one number. Vetted: seq_mean_token_mean, the objective of the paper."""
 
 
@@ -171,8 +207,19 @@ class SAPOConfig(LossConfig):
     """A smooth gate in place of the clip, which closes as the ratio leaves 1 (https://arxiv.org/abs/2511.20347)."""
 
     surrogate: ClassVar[str] = "sapo"
-    aggregation: Aggregation = Aggregation.seq_mean_token_mean
+    aggregation: Aggregation | CustomAggregation = Aggregation.seq_mean_token_mean
     """Aggregation of per-token losses into one number. Vetted: seq_mean_token_mean, the objective of the paper."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomLoss(LossConfig, Custom):
+    """A surrogate of a user. Its formula stands before A in the objective line; it may hold {ratio} and {anchor}."""
+
+    surrogate: ClassVar[str] = "custom"
+
+    def __call__(self, tokens: SurrogateTokens) -> Surrogate:
+        """The surrogate of each token, with the gradient of tokens.logprobs."""
+        raise NotImplementedError
 
 
 LOSSES: Final[dict[str, type[LossConfig]]] = {

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, ClassVar
 
+from algorithms.config.custom import Custom
 from algorithms.config.rules import Checked, Problem, at_least, ruled
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class KLEstimator(Enum):
@@ -20,6 +25,19 @@ class KLEstimator(Enum):
     """exp(-L) - 1 + L: unbiased and >= 0, but in the loss k3 has the gradient of KL(pi_ref || pi_theta)."""
     unbiased = "unbiased"
     """k3 x pi_theta / pi_old, ratio differentiated: right value and right gradient, also off policy."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomKLEstimator(Custom):
+    """An estimator of the KL of a user."""
+
+    reads_anchor: ClassVar[bool] = False
+    """True if it reads the log-probs of the policy that sampled."""
+
+    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, anchor_logprobs: Tensor | None) -> Tensor:
+        """The estimate of each token [T], nats, of log pi_theta [T] with gradient, log pi_ref [T] and log-probs of the
+        policy that sampled [T], which are None in the reward and without `reads_anchor`; all are finite."""
+        raise NotImplementedError
 
 
 class KLPlacement(Enum):
@@ -37,7 +55,7 @@ class ReferenceKLConfig(Checked):
 
     coef: float = ruled(0.0, at_least(0), remedy="Vetted: 0 or 1e-3.")
     """Weight of the KL, reward (or loss) per nat; 0 turns the KL off. Vetted: 0 (DAPO), 1e-3 (GRPO)."""
-    estimator: KLEstimator = KLEstimator.unbiased
+    estimator: KLEstimator | CustomKLEstimator = KLEstimator.unbiased
     """Estimator of the KL. Vetted: unbiased or k3 in the loss, k1 in the reward."""
     placement: KLPlacement = KLPlacement.loss
     """Placement of the KL, in the loss or in the reward. Vetted: loss (GRPO), reward (RLOO, PPO)."""

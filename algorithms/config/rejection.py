@@ -10,9 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
-from algorithms.config.rules import Checked, Rule, above, ruled, within
+from algorithms.config.custom import Custom
+from algorithms.config.rules import Checked, Problem, Rule, above, ruled, within
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from algorithms.tokens import Tokens
 
 _RATIO = Rule(
     "must be [low, high] with 0 < low <= 1 <= high",
@@ -24,6 +31,15 @@ _PROB_DIFF = Rule(
     "must be [low, high] with -1 <= low <= 0 <= high <= 1",
     lambda pair: len(pair) == 2 and -1 <= pair[0] <= 0 <= pair[1] <= 1 and pair[0] != pair[1],
 )
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomCriterion(Custom):
+    """A criterion of a user. Its formula is an indicator, which may hold {rho}, {train} (pi_train) and A."""
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        """[T] bool, True where the token is kept. tokens.advantages is set if the formula holds A."""
+        raise NotImplementedError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,15 +91,37 @@ class RejectConfig(Checked):
     opsm: float | None = ruled(None, above(0), indicator="1[A >= 0 or mean_y(-log({rho})) <= {bound:g}]")
     """Upper bound of the mean of -Delta over a response with A < 0, nats per token. Vetted: 0.5 (TRL, which also
     compares with mu)."""
+    custom: list[CustomCriterion] = field(default_factory=list)
+    """Criteria of your own, each path/to/file.py:Name, or {use: path/to/file.py:Name, key: value}."""
 
     def active(self) -> list[str]:
         """Names of the criteria in use, in the order of their definition."""
-        return [item.name for item in fields(self) if getattr(self, item.name) is not None]
+        return [*self._built_in(), *(criterion.name for criterion in self.custom)]
+
+    def indicators(self, rho: str) -> list[str]:
+        """The factor of each criterion in use in the objective line, for the ratio `rho`."""
+        train, lines = rho.removesuffix("/mu"), []
+        for name, indicator in self._built_in().items():
+            value = getattr(self, name)
+            low, high = value if isinstance(value, list) else (value, value)
+            lines.append(indicator.format(rho=rho, train=train, low=low, high=high, bound=value))
+        return [*lines, *(criterion.text(rho=rho, train=train) for criterion in self.custom)]
 
     def reads_advantages(self) -> bool:
         """True if a criterion in use depends on the sign of the advantage."""
-        indicators = [item.metadata["indicator"] for item in fields(self) if item.name in self.active()]
-        return any(re.search(r"\bA\b", indicator) for indicator in indicators)
+        own = [criterion.formula for criterion in self.custom]
+        return any(re.search(r"\bA\b", indicator) for indicator in (*self._built_in().values(), *own))
+
+    def _built_in(self) -> dict[str, str]:
+        """Built-in criterion in use -> its indicator."""
+        rows = {item.name: item.metadata["indicator"] for item in fields(self) if "indicator" in item.metadata}
+        return {name: indicator for name, indicator in rows.items() if getattr(self, name) is not None}
+
+    def conflicts(self) -> Iterator[Problem]:
+        names = self.active()
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            rule = f"must have criteria of different names, because metrics carry them: {name} is there twice"
+            yield Problem(key="custom", rule=rule, value=[criterion.source for criterion in self.custom])
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for every bound that was probably intended for another level or definition."""

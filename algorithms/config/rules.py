@@ -187,8 +187,14 @@ class Checked:
                 yield self.broken(name, f"must be one of {', '.join(map(str, kind))}", remedy)
         for spec in fields(self):
             part = getattr(self, spec.name)
-            if isinstance(part, Checked):
-                yield from (problem.under(spec.name) for problem in part.problems())
+            parts = (
+                {f"{spec.name}[{i}]": item for i, item in enumerate(part)}
+                if isinstance(part, list)
+                else {spec.name: part}
+            )
+            for name, item in parts.items():
+                if isinstance(item, Checked):
+                    yield from (problem.under(name) for problem in item.problems())
 
     def __post_init__(self) -> None:
         found = list(self.problems())
@@ -210,9 +216,11 @@ def default_text(default: object) -> str:
 
 
 def as_yaml(value: object) -> str:
-    """A value of a config as YAML writes it."""
+    """A value of a config as YAML writes it; a choice of the user's own by its `source`."""
     if isinstance(value, Enum):
         return value.name
+    if source := getattr(value, "source", ""):
+        return str(source)
     if isinstance(value, list):
         return f"[{', '.join(map(as_yaml, value))}]"
     if isinstance(value, bool):

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING, ClassVar
 
+from algorithms.config.custom import Custom
 from algorithms.config.rejection import RejectConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from algorithms.tokens import Tokens
 
 MAX_LOG_RATIO = 20.0
 """Bound on |log-ratio| before exp: e^20 and its square are finite in float32."""
@@ -35,8 +42,16 @@ class Level(Enum):
     token."""
 
 
-WHOLE_RESPONSE_LEVELS = (Level.sequence, Level.geometric)
-"""Levels with one weight per response."""
+@dataclass(kw_only=True, slots=True)
+class CustomLevel(Custom):
+    """A level of a user. Its formula may hold {rho}, the ratio of a token: "prod_y({rho})"."""
+
+    one_per_response: ClassVar[bool] = False
+    """True if all tokens of a response have the same weight, which then counts once per response."""
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Log of the weight of each token [T], not clamped, and the tokens [T] bool that have one."""
+        raise NotImplementedError
 
 
 class Bound(Enum):
@@ -50,6 +65,21 @@ class Bound(Enum):
     """The weight is raised to low and cut to high. Raises the weight of tokens that the trainer finds unlikely."""
     mask = "mask"
     """Tokens with a weight outside [low, high] are rejected (IcePop); low is optional."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomBound(Custom):
+    """A bound of a user, with keys of its own in place of low and high. Its formula may hold {weight}."""
+
+    rejects: ClassVar[bool] = False
+    """True if tokens can leave the loss by it."""
+
+    def __call__(self, rho: Tensor, log_ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """The weight [T] of rho [T], which is clamped to e^-20 and e^20, and the tokens [T] bool that stay.
+
+        log_ratio [T]: the logarithm of rho, not clamped.
+        """
+        raise NotImplementedError
 
 
 class Anchor(Enum):
@@ -94,10 +124,24 @@ class RejectedDenominator(Enum):
 class WeightSpec:
     """An importance weight: rho at a level, bounded. `low` and `high` are set where the bound reads them."""
 
-    level: Level
-    bound: Bound
+    level: Level | CustomLevel
+    bound: Bound | CustomBound
     low: float | None = None
     high: float | None = None
+
+    @property
+    def one_per_response(self) -> bool:
+        """True if all tokens of a response have the same weight."""
+        if isinstance(self.level, CustomLevel):
+            return self.level.one_per_response
+        return self.level in (Level.sequence, Level.geometric)
+
+    @property
+    def rejects(self) -> bool:
+        """True if the bound can reject tokens."""
+        if isinstance(self.bound, CustomBound):
+            return self.bound.rejects
+        return self.bound is Bound.mask or (self.bound is Bound.truncate and bool(self.low))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,8 +164,4 @@ class CorrectionSpec:
     @property
     def rejects(self) -> bool:
         """True if the correction can reject valid tokens."""
-        weight = self.weight
-        by_weight = weight is not None and (
-            weight.bound is Bound.mask or (weight.bound is Bound.truncate and weight.low)
-        )
-        return bool(by_weight) or bool(self.reject.active())
+        return (self.weight is not None and self.weight.rejects) or bool(self.reject.active())

@@ -264,11 +264,19 @@ class Collector:
                 self._drop(group, DropReason.too_old)
             elif len(scored.samples) < self._plan.min_group_size:
                 self._drop(group, DropReason.too_small)
-            elif isinstance(self._collect, DynamicCollectConfig) and is_zero_variance(scored):
-                self._drop(group, DropReason.zero_variance)
+            elif (reason := self._refused(scored)) is not None:
+                self._drop(group, reason)
             else:
                 self._kept.append(group)
                 stats.wasted_tokens += group.num_tokens - sum(s.num_response_tokens for s in scored.samples)
+
+    def _refused(self, scored: SampleGroup) -> DropReason | None:
+        """The reason for which collect=dynamic does not keep a group; None if it is kept."""
+        if not isinstance(self._collect, DynamicCollectConfig):
+            return None
+        if self._collect.filter is not None:
+            return None if self._collect.filter(scored) else DropReason.filtered
+        return DropReason.zero_variance if is_zero_variance(scored) else None
 
     def _next(self) -> PendingGroup | None:
         """The next group to decide; None while that group is not scored."""

@@ -85,6 +85,8 @@ class DropReason(Enum):
     """The group has fewer valid samples than an advantage needs; a group of one is no baseline."""
     zero_variance = "zero_variance"
     """All samples are correct, or all are wrong."""
+    filtered = "filtered"
+    """collect.filter does not keep the group."""
     surplus = "surplus"
     """The step does not need the group; its rewards are not read."""
 

@@ -27,7 +27,7 @@ from algorithms.config import Problem
 from rollout.data.word_problems import NAME as WORD_PROBLEMS
 from rollout.data.word_problems import word_problems
 from rollout.similar_file import PACKED
-from rollout.task_config import HUB_SOURCE, READERS, is_pattern, is_saved, matching_files
+from rollout.task_config import HUB_SOURCE, READERS, CustomData, FileDataConfig, is_pattern, is_saved, matching_files
 
 BATCH_ROWS = 1000
 LARGEST_INT = 2**63 - 1
@@ -128,6 +128,26 @@ def _rows_of_all(files: Sequence[str]) -> Iterator[RawRow]:
         for number, values, problem, _ in read_rows(file):
             yield RawRow(before + number, values, problem, f"{file}, {row_unit(file)} {number}")
         before += number
+
+
+def rows_of(config: FileDataConfig, source: str) -> Iterator[RawRow]:
+    """All rows of a `source` of `config`. Raises ValueError like `read_rows`, and for what a user's source raises."""
+    if not isinstance(config, CustomData):
+        yield from read_rows(source)
+        return
+    where = f"{config.source}, rows({source!r})"
+    try:
+        for number, row in enumerate(config.rows(source), start=1):
+            if not isinstance(row, Mapping):
+                raise TypeError(f"row {number} is no mapping of columns to values, but {type(row).__name__}")
+            yield RawRow(number, dict(row))
+    except Exception as error:
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def on_hub(config: FileDataConfig, sources: Iterable[str]) -> list[str]:
+    """Those of the `sources` of `config` of which a start reads no row: they are neither a user's nor on this disk."""
+    return [source for source in sources if not isinstance(config, CustomData) and not is_local(source)]
 
 
 def is_local(source: str) -> bool:

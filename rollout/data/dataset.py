@@ -19,7 +19,7 @@ import xxhash
 from algorithms.config import Problem
 from rollout.data.arithmetic import ArithmeticProblem, arithmetic_problems
 from rollout.data.chat_template import DAY, ChatTemplate
-from rollout.data.data_files import BadRow, DataError, is_local, plain
+from rollout.data.data_files import BadRow, DataError, on_hub, plain
 from rollout.data.file_prompts import UNJUDGED, Judgement, SourceReport, file_prompts, source_rows
 from rollout.data.special_tokens import prompt_ids
 from rollout.data.turn_ends import no_beginning_note, turn_end
@@ -142,7 +142,8 @@ def first_row(config: DataConfig, eval_sets: Mapping[str, str], judgement: Judge
     if not isinstance(config, FileDataConfig):
         problem = arithmetic_problems().train[0]
         return Prompt(prompt_id=0, token_ids=[], text=problem.prompt, answer=problem.answer)
-    local = {key: source for key, source in _sources(config, eval_sets).items() if is_local(source)}
+    sources = _sources(config, eval_sets)
+    local = {key: source for key, source in sources.items() if not on_hub(config, [source])}
     found = _read(local, config, lambda source: source_rows(source, config, judgement, most=CHECKED_ROWS))
     rows, _ = found.get(TRAIN_KEY, ([], None))
     if not rows:

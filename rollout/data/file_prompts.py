@@ -22,7 +22,7 @@ import xxhash
 from rollout.data.answers import ANSWER_MARK, plain_number, to_number
 from rollout.data.chat_template import ChatTemplate, Rendered, TemplateError
 from rollout.data.conversations import Messages, left_out_problem, prompt_value, role_problem
-from rollout.data.data_files import BadRow, RawRow, checked_text, plain, read_rows, row_unit
+from rollout.data.data_files import BadRow, RawRow, checked_text, plain, row_unit, rows_of
 from rollout.data.data_layouts import Columns, choose_columns
 from rollout.data.special_tokens import control_tokens, prompt_ids
 from rollout.task_config import FileDataConfig
@@ -189,7 +189,7 @@ def source_rows(
 
     Raises ValueError if the source is not readable or has unknown columns.
     """
-    rows = itertools.islice(read_rows(source), most)
+    rows = itertools.islice(rows_of(config, source), most)
     first = list(itertools.islice(rows, LOOKED_AT))
     if not first:
         raise ValueError(f"{source} has no rows")

@@ -1,4 +1,4 @@
-"""User code, named in the config as `path/to/file.py:name`. Only the processes that run the code load it."""
+"""User code, named in the config as `path/to/file.py:name`. Only the processes that run a function load it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import xxhash
 
@@ -86,6 +88,17 @@ def load_function(function: str, *, key: str) -> object:
         raise ValueError(f"{key}={function} {problem}")
     file, _, name = function.rpartition(":")
     path = Path(file).resolve()
+    module = run_file(path, code_digest(str(path)))
+    found = getattr(module, name, None)
+    if not callable(found):
+        has = ", ".join(sorted(n for n, value in vars(module).items() if inspect.isfunction(value))) or "no function"
+        raise ValueError(f"{key}={function}: {path.name} has no function {name!r}; it has {has}")
+    return found
+
+
+@cache
+def run_file(path: Path, digest: str | None) -> ModuleType:
+    """The module that the file makes; it is run once per process while its content, of this `digest`, is the same."""
     # Modules beside the file, and in the working directory, can be imported; their directories come last on the path,
     # so that they hide no module of Parity.
     sys.path += [place for place in (str(path.parent), str(Path.cwd())) if place not in sys.path]
@@ -94,11 +107,7 @@ def load_function(function: str, *, key: str) -> object:
     name_of_module = path.stem if own is not None and own.origin == str(path) else f"parity_custom_{path.stem}"
     spec = importlib.util.spec_from_file_location(name_of_module, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{key}={function}: {path} is not a Python file")
+        raise ValueError(f"{path} is not a Python file")
     module = sys.modules[name_of_module] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
     spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not callable(found):
-        has = ", ".join(sorted(n for n, value in vars(module).items() if inspect.isfunction(value))) or "no function"
-        raise ValueError(f"{key}={function}: {path.name} has no function {name!r}; it has {has}")
-    return found
+    return module

@@ -230,7 +230,7 @@ def test_evaluation_sets_and_their_sampling(tmp_path: Path) -> None:
     assert config_of("eval.max_new_tokens=99").eval_sampling.max_new_tokens == 99
     assert config_of("sampling.temperature=0.5").eval_sampling.temperature == 0.5
     found = messages(*files, "+eval.sets.heldout=nosuch.jsonl", "eval.samples=0", "eval.temperature=0")
-    named = ["eval.samples", "eval.temperature", "eval.sets.heldout", "eval.sets.heldout"]
+    named = ["eval.samples", "eval.temperature", "eval.sets.heldout"]
     assert [line.split()[0] for line in found] == named
     [found_file] = messages(*files, "eval.sets.aime=x")
     assert "eval.sets.aime must be an existing file" in found_file

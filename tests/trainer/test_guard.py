@@ -16,7 +16,7 @@ from trainer.config.guard import Action, MismatchGuardConfig
 from trainer.config.outputs import CheckpointConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig
-from trainer.run.guard import MismatchGuard, Row, build_guard
+from trainer.run.guard import NumberGuard, Row, build_guard
 from trainer.rundir.events import Severity
 
 GOOD = {"mismatch/k3": 1e-4, "mismatch/ess/raw_token": 0.999, "mismatch/khat/token": None}
@@ -42,7 +42,7 @@ rows = st.lists(
 )
 
 
-def judged(guard: MismatchGuard, seen: Sequence[Row], first: int = 1) -> list[tuple[float | None, float | None, str]]:
+def judged(guard: NumberGuard, seen: Sequence[Row], first: int = 1) -> list[tuple[float | None, float | None, str]]:
     """(level, bad numbers, severities of the events) after each row."""
     found = []
     for step, row in enumerate(seen, start=first):
@@ -53,7 +53,7 @@ def judged(guard: MismatchGuard, seen: Sequence[Row], first: int = 1) -> list[tu
 
 
 def levels(config: MismatchGuardConfig, seen: Sequence[Row]) -> list[float | None]:
-    return [level for level, _, _ in judged(MismatchGuard(config), seen)]
+    return [level for level, _, _ in judged(NumberGuard(config), seen)]
 
 
 @EXAMPLES
@@ -64,7 +64,7 @@ def test_the_guard_acts_once_when_a_number_has_been_bad_in_as_many_steps_in_a_ro
     strongest = 1.0 + tuple(Action).index(config.highest)
     only_k3 = [{"mismatch/k3": row["mismatch/k3"]} for row in seen]
     in_a_row = 0
-    for (level, bad, severities), row in zip(judged(MismatchGuard(config), only_k3), only_k3, strict=True):
+    for (level, bad, severities), row in zip(judged(NumberGuard(config), only_k3), only_k3, strict=True):
         k3 = row["mismatch/k3"]
         was_bad = in_a_row >= config.steps
         if k3 is not None:
@@ -86,7 +86,7 @@ def test_unknown_numbers_change_nothing(config: MismatchGuardConfig, seen: list[
     more = list(seen)
     for place in sorted(places, reverse=True):
         more.insert(place, UNKNOWN)
-    assert judged(MismatchGuard(config), [*more, GOOD])[-1] == judged(MismatchGuard(config), [*seen, GOOD])[-1]
+    assert judged(NumberGuard(config), [*more, GOOD])[-1] == judged(NumberGuard(config), [*seen, GOOD])[-1]
 
 
 @EXAMPLES
@@ -95,7 +95,7 @@ def test_a_guard_that_is_saved_and_goes_on_decides_as_if_it_had_not_been(
     config: MismatchGuardConfig, seen: list[Row], data: Any
 ) -> None:
     cut = data.draw(st.integers(0, len(seen)))
-    whole, first, second = MismatchGuard(config), MismatchGuard(config), MismatchGuard(config)
+    whole, first, second = NumberGuard(config), NumberGuard(config), NumberGuard(config)
     expected = judged(whole, seen)
     judged(first, seen[:cut])
     assert second.load_state_dict(json.loads(json.dumps(first.state_dict()))) == []
@@ -113,17 +113,17 @@ def test_each_number_has_its_direction_and_its_own_row() -> None:
     config = MismatchGuardConfig(steps=2)
     low_ess = GOOD | {"mismatch/ess/raw_token": 0.2}
     heavy = GOOD | {"mismatch/ess/raw_token": 0.6, "mismatch/khat/token": 0.8}
-    assert [bad for _, bad, _ in judged(MismatchGuard(config), [low_ess, low_ess, heavy, heavy])] == [0, 1, 0, 1]
+    assert [bad for _, bad, _ in judged(NumberGuard(config), [low_ess, low_ess, heavy, heavy])] == [0, 1, 0, 1]
     both = low_ess | BAD | {"mismatch/ess/raw_token": 0.2}
-    assert [bad for _, bad, _ in judged(MismatchGuard(config), [low_ess, both, both])] == [0, 1, 2]
+    assert [bad for _, bad, _ in judged(NumberGuard(config), [low_ess, both, both])] == [0, 1, 2]
     # Where the weights have no tail that matters k-hat is not measured: that ends the row.
-    assert [bad for _, bad, _ in judged(MismatchGuard(config), [heavy, GOOD, heavy])] == [0, 0, 0]
+    assert [bad for _, bad, _ in judged(NumberGuard(config), [heavy, GOOD, heavy])] == [0, 0, 0]
 
 
 def test_a_number_that_is_no_longer_watched_is_forgotten() -> None:
-    before = MismatchGuard(MismatchGuardConfig())
+    before = NumberGuard(MismatchGuardConfig())
     judged(before, [BAD] * 5)
-    after = MismatchGuard(MismatchGuardConfig(max_k3=None))
+    after = NumberGuard(MismatchGuardConfig(max_k3=None))
     after.load_state_dict(before.state_dict() or {})
     assert judged(after, [BAD]) == [(0, 0, "")]
 
@@ -139,7 +139,7 @@ def test_what_is_told() -> None:
     [event] = guard.observe(2, BAD)[1]
     assert (event.step, event.kind, event.severity) == (2, "guard", Severity.error)
     assert event.text == "guard: k3 is 0.5 (bad above 0.01 for 2 steps in a row): the run is saved and ended"
-    mild = MismatchGuard(MismatchGuardConfig(steps=1))
+    mild = NumberGuard(MismatchGuardConfig(steps=1))
     [event] = mild.observe(1, GOOD | {"mismatch/ess/raw_token": 0.1})[1]
     assert (event.severity, event.text) == (Severity.warn, "guard: ess is 0.1 (bad below 0.3 for 1 step in a row)")
     [event] = mild.observe(2, GOOD)[1]
@@ -147,7 +147,7 @@ def test_what_is_told() -> None:
 
 
 def test_a_checkpoint_of_an_earlier_version_begins_with_a_fresh_guard() -> None:
-    guard = MismatchGuard(MismatchGuardConfig())
+    guard = NumberGuard(MismatchGuardConfig())
     [line] = guard.load_state_dict({"rung": 3, "pressed": 0, "calm": 0, "signals": {"k3": {"bad": True, "row": 0}}})
     assert "earlier version" in line and guard.state_dict() == {"bad_steps": {}}
 

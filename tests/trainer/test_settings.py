@@ -135,7 +135,7 @@ def correction_pairs() -> Iterator[tuple[str, CorrectionConfig, CorrectionConfig
         bound = {"bound": MISBound.truncate if mode == "mis" else Bound.truncate}
         for spec in fields(base):
             yield f"{mode}.{spec.name}", base, replace(base, **{spec.name: (CORRECTION_VALUES | bound)[spec.name]})
-    for spec in fields(RejectConfig):
+    for spec in [spec for spec in fields(RejectConfig) if spec.name != "custom"]:
         one = RejectConfig(**{spec.name: REJECT_VALUES[spec.name]})
         yield f"reject.{spec.name}", CustomConfig(), CustomConfig(reject=one)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rollout.data.data_files import is_local
+from rollout.data.data_files import on_hub
 from rollout.task_config import FileDataConfig
 from trainer.cli.report import COMPARISON
 from trainer.cli.sweep import COMMAND, Ended, begun_directories, compare
@@ -150,8 +150,7 @@ def load_tasks(resolution: Resolution) -> tuple[list[str], list[str]]:
             except StartError as error:
                 found |= dict.fromkeys(redact_text(str(problem)) for problem in error.problems)
         elif isinstance(config.data, FileDataConfig):
-            sources = (config.data.train_path, config.data.eval_path, *config.eval.sets.values())
-            notes += [f"{source} is on the hub: not read now" for source in sources if not is_local(source)] or [
+            notes += [f"{source} is on the hub: not read now" for source in on_hub(config.data, config.sources)] or [
                 "the model is not on this disk: prompts are not in its template, and their lengths not known"
             ]
     return list(found), notes
@@ -161,8 +160,7 @@ def _is_converted(config: TrainConfig) -> bool:
     """True if the model is SmolLM2 in the cache, and the rows are files of this disk."""
     if not (isinstance(config.model, SmolLM2ModelConfig) and isinstance(config.data, FileDataConfig)):
         return False
-    sources = (config.data.train_path, config.data.eval_path, *config.eval.sets.values())
-    if not all(map(is_local, sources)) or not any(default_cache_dir().glob(f"{config.model.kind}-*")):
+    if on_hub(config.data, config.sources) or not any(default_cache_dir().glob(f"{config.model.kind}-*")):
         return False
     # Imported late, because this line imports transformers.
     from trainer.models.smollm2 import converted_smollm2

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from algorithms.config.rules import as_yaml
 from algorithms.objective import objective, reference_term
 from rollout.config import Quantization
 from trainer.cli.job import resume_command
 from trainer.cli.tables import labelled
 from trainer.compose.compose import Resolution
-from trainer.config.guard import MismatchGuardConfig
+from trainer.config.guard import MismatchGuardConfig, WatchConfig
 from trainer.config.outputs import DUMP_BYTES_PER_TOKEN, SCORE_BYTES_PER_TOKEN
 from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
@@ -70,8 +71,9 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     yield "engines", _engines(config)
     for line in _placement(config, machine):
         yield "placement", line
-    if isinstance(config.guard, MismatchGuardConfig):
-        yield "guard", f"watches K3, ESS and k-hat; goes as far as {config.guard.highest.name}"
+    if isinstance(config.guard, WatchConfig):
+        watched = "K3, ESS and k-hat" if isinstance(config.guard, MismatchGuardConfig) else as_yaml(config.guard)
+        yield "guard", f"watches {watched}; goes as far as {config.guard.highest.name}"
     yield "evaluation", _evaluation(config)
     yield "checkpoints", _checkpoints(config)
     if config.dump.every:

@@ -24,16 +24,19 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from algorithms.config import NOT_SET, Problem
+from algorithms.config import NOT_SET, Custom, Problem
+from algorithms.config.home import from_home
+from rollout.processes.custom_class import load_class
+from rollout.processes.custom_code import is_custom, similar_custom
 from trainer.compose.catalog import recipe_files, recipe_name
 from trainer.compose.home import expand_homes
-from trainer.compose.hydra_session import SCHEMA, hydra_session
+from trainer.compose.hydra_session import SCHEMA, add_option, hydra_session
 from trainer.compose.keys import field_names, nearest
 from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_override
 from trainer.compose.read import HYDRA_KEY, build_config
 from trainer.compose.renamed import CHOICES
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
-from trainer.config.train import GROUPS, PRESETS, TrainConfig
+from trainer.config.train import CUSTOM, GROUPS, PRESETS, TrainConfig
 from trainer.config.training import ModelConfig, RunConfig
 from trainer.text.yaml_text import load_yaml
 
@@ -168,17 +171,25 @@ def _compose(
         if group in GROUPS:
             options = loader.get_group_options(group)
             choices[group] = lenient(override)
-            if not override.is_delete() and value not in options:
-                choices[group] = _misspelt(group, value, options, "", found)
+            if not override.is_delete() and (value not in options or is_custom(str(value))):
+                choices[group] = _other_option(group, value, options, "", found) or choices[group]
     while True:
         try:
             defaults = loader.compute_defaults_list(recipe.stem, list(choices.values()), RunMode.RUN).defaults
-            break
+            # A file may have changed since it was added.
+            pairs = [(default.config_path or "").partition("/")[::2] for default in defaults]
+            again = {
+                group: _other_option(group, name, [], f"{recipe}: ", found) for group, name in pairs if is_custom(name)
+            }
+            if not any(again.values()):
+                break
+            choices |= {group: other for group, other in again.items() if other}
         except MissingConfigException as error:
-            group, _, value = (error.missing_cfg_file or "").rpartition("/")
+            group, _, value = (error.missing_cfg_file or "").partition("/")
             if group not in GROUPS or group in choices:
                 raise
-            choices[group] = _misspelt(group, value, error.options or [], f"{recipe}: ", found)
+            if other := _other_option(group, value, error.options or [], f"{recipe}: ", found):
+                choices[group] = other
     order = [default.config_path for default in defaults]
     if SCHEMA not in order or MAIN_CONFIG not in order or order.index(recipe.stem) < order.index(MAIN_CONFIG):
         found.append(_of_defaults(recipe, shown))
@@ -245,6 +256,25 @@ def _not_sections(files: Sequence[YamlFile]) -> Iterator[Problem]:
                 yield Problem(key=f"{file}: {section}", rule=rule, value=value, remedy=remedy)
 
 
+def _other_option(group: str, value: object, options: Sequence[str], where: str, found: list[Problem]) -> str:
+    """Add the option of a `path.py:Name` to Hydra; report any other, and return the override that replaces it."""
+    if group not in CUSTOM or not is_custom(str(value)):
+        return _misspelt(group, value, options, where, found)
+    try:
+        add_option(group, str(value), own_option(group, str(value)))
+    except ValueError as error:
+        found.append(Problem(key=f"{where}{group}", rule=str(error), value=value, remedy=similar_custom(str(value))))
+        return f"~{group}"
+    return ""
+
+
+def own_option(group: str, name: str) -> type[Custom]:
+    """The class that `group=path.py:Name` chooses. Raises ValueError if there is none."""
+    kind = load_class(from_home(name, key=group), CUSTOM[group])
+    kind.source = name
+    return kind
+
+
 def _misspelt(group: str, value: object, options: Sequence[str], where: str, found: list[Problem]) -> str:
     """Report an option that does not exist; return the override that replaces the choice."""
     known = CHOICES.get(f"{group}={value}".lower(), "")
@@ -261,9 +291,11 @@ def _chosen(defaults: Sequence[ResultDefault]) -> dict[str, type]:
     """Group -> class of its choice; an option in a YAML file has the class of the option from which it starts."""
     found: dict[str, type] = {}
     for default in defaults:
-        group, _, name = (default.config_path or "").rpartition("/")
+        group, _, name = (default.config_path or "").partition("/")
         if name in GROUPS.get(group, {}):
             found[group] = GROUPS[group][name]
+        elif group in CUSTOM and is_custom(name):
+            found[group] = own_option(group, name)
         elif name in PRESETS.get(group, {}):
             found[group] = type(PRESETS[group][name])
     return found

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from rollout.processes.secret_names import is_secret_name
+from trainer.compose.choices import plain
 from trainer.config.paths import config_dir, recipe_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
 
@@ -31,13 +32,6 @@ VERSION_BASE = "1.3"
 """Version of Hydra whose behaviour the configs expect."""
 SCHEMA = "parity_schema"
 """Name in Hydra's ConfigStore of the config with all sections but the groups; first entry of configs/train.yaml."""
-
-
-def plain(config: object) -> DictConfig:
-    """Keys and defaults of a config class, or of an instance, without types: enum members become their names."""
-    values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    assert isinstance(values, dict)
-    return OmegaConf.create(values)
 
 
 def empty_root() -> DictConfig:
@@ -66,6 +60,12 @@ def register(own_dir: Path | None) -> None:
             search_path.append("parity", f"file://{recipe_dir()}")
 
     Plugins.instance().register(ParitySearchPath)
+
+
+def add_option(group: str, name: str, kind: type) -> None:
+    """Make `group=name` choose the class `kind` of a file; Hydra takes the / of its path for nested groups."""
+    path, _, leaf = f"{group}/{name}".replace("//", "/").rpartition("/")
+    ConfigStore.instance().store(group=path, name=leaf, node=plain(kind), package=group)
 
 
 def _public_variable(name: str, *default: str | None) -> str | None:

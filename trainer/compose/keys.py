@@ -12,11 +12,11 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from algorithms.config import Checked, Problem
+from algorithms.config import Checked, Custom, Problem
 from algorithms.config.rules import default_text
 from algorithms.config.similar import similar
 from trainer.compose.renamed import SYNONYMS, renamed_hint
-from trainer.config.train import GROUPS, PRESETS, TrainConfig
+from trainer.config.train import GROUPS, PRESETS, TrainConfig, option_name
 
 Kinds = Mapping[str, type]
 WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null", Any: "any value"}
@@ -47,6 +47,8 @@ def accepted(hint: Any) -> str:
         return "a mapping of names to values"
     if issubclass(hint, Enum):
         return f"one of {', '.join(member.name for member in hint)}"
+    if issubclass(hint, Custom):
+        return f"a {hint.__name__} of yours as path/to/file.py:Name"
     return "a mapping of its keys to values" if issubclass(hint, Checked) else WORDS[hint]
 
 
@@ -71,7 +73,10 @@ def wrong_value(key: str, value: object, hint: Any, *, default: object = "") -> 
 def _key_for(value: str, section: type) -> str | None:
     """The key of a section that a value was probably given for: one with this option, or else its function."""
     kinds = get_type_hints(section)
-    having = [n for n, k in kinds.items() if isinstance(k, type) and issubclass(k, Enum) and value in k.__members__]
+    options = {
+        n: [o for o in (k, *get_args(k)) if isinstance(o, type) and issubclass(o, Enum)] for n, k in kinds.items()
+    }
+    having = [n for n, found in options.items() for option in found if value in option.__members__]
     return next(iter([*having, *(["function"] if "function" in kinds else [])]), None)
 
 
@@ -89,7 +94,7 @@ def unknown_key(path: Sequence[str], depth: int, value: object, holder: type, ki
     hint = _nested(path, value, kinds) or renamed_hint(list(path)) or did_you_mean(path, own, kinds, depth)
     described, of = f"Its keys: {', '.join(own)}.", section
     if section in GROUPS:
-        option = next(name for name, kind in GROUPS[section].items() if kind is holder)
+        option = option_name(section, holder)
         elsewhere = [name for name, kind in GROUPS[section].items() if path[depth] in field_names(kind)]
         if depth == len(path) - 1 and isinstance(value, str) and (meant := nearest(value, _options(section))):
             hint = f"Write {section}={meant}; in a recipe's defaults, override /{section}: {meant}."

@@ -17,11 +17,14 @@ from typing import Any, TypeVar, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from algorithms.config import NOT_SET, Checked, Problem
+from algorithms.config import NOT_SET, Checked, ConfigError, Custom, Problem
+from algorithms.config.home import from_home
 from algorithms.config.rules import default_text
+from rollout.processes.custom_class import load_class
 from rollout.processes.custom_code import function_problem, similar_custom
 from rollout.rewards import RULES
 from trainer.compose import keys
+from trainer.compose.choices import custom_kind, holds_list, own_choice, plain, typed
 from trainer.compose.home import expand_homes
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.rundir.provenance import escaped
@@ -74,7 +77,9 @@ def read_section(kind: type[Config], node: object, path: list[str], kinds: keys.
         found.append(Problem(key=group, rule=rule, value=_shown(node), remedy=remedy))
     else:
         found.append(keys.wrong_value(".".join(path), _shown(node), kind))
-    typed, hints, names = OmegaConf.structured(kind), get_type_hints(kind), keys.field_names(kind)
+    of: type = kind
+    target = OmegaConf.structured(typed(of))
+    hints, names = get_type_hints(kind), keys.field_names(kind)
     for name in map(str, values):
         if name not in names:
             for leaf, value in _leaves([*path, name], _plain(values, name)):
@@ -87,7 +92,7 @@ def read_section(kind: type[Config], node: object, path: list[str], kinds: keys.
         elif isinstance(hint, type) and issubclass(hint, Checked) and is_mapping:
             value = read_section(hint, values._get_node(spec.name), inner, kinds, found)
         elif is_mapping:
-            value = _value(spec, values, typed, inner, hint, default=value, found=found)
+            value = _value(spec, values, target, inner, hint, default=value, found=found)
         setattr(made, spec.name, value)
     return made
 
@@ -99,8 +104,7 @@ def read_own_keys(kind: type[Config], words: Sequence[str], *, section: str) -> 
     """
     # YAML reads a bare ~ as null.
     given = OmegaConf.from_dotlist([f"{word[:-1]}'~'" if word.endswith("=~") else word for word in words])
-    defaults = OmegaConf.to_container(OmegaConf.structured(kind), enum_to_str=True)
-    root = OmegaConf.create({section: OmegaConf.merge(defaults, given.get(section, {}))})
+    root = OmegaConf.create({section: OmegaConf.merge(plain(kind), given.get(section, {}))})
     _, found = expand_homes(root, {section: kind})
     made = read_section(kind, root._get_node(section), [section], {section: kind}, found)
     named = {problem.key for problem in found}
@@ -111,7 +115,7 @@ def read_own_keys(kind: type[Config], words: Sequence[str], *, section: str) -> 
 def _value(
     spec: Field[Any],
     values: DictConfig,
-    typed: DictConfig,
+    target: DictConfig,
     path: list[str],
     hint: Any,
     *,
@@ -129,9 +133,20 @@ def _value(
         rule = f"cannot be resolved ({str(error).splitlines()[0]})"
         found.append(Problem(key=key, rule=rule, value=_plain(values, spec.name)))
         return default
+    if base := custom_kind(hint):
+        if isinstance(value, list) and holds_list(hint):
+            items = [_own(item, base, [*path[:-1], f"{path[-1]}[{index}]"], found) for index, item in enumerate(value)]
+            return [item for item in items if item is not None]
+        if own_choice(value) and not holds_list(hint):
+            made = _own(value, base, path, found)
+            return default if made is None else made
+        if spec.name not in target.keys():  # noqa: SIM118 - as above
+            if value is not None or holds_list(hint):
+                found.append(keys.wrong_value(key, value, hint, default=default))
+            return default
     try:
-        typed[spec.name] = escaped(value)  # a resolved text that holds "${" is no interpolation any more
-        value = _container(typed[spec.name])
+        target[spec.name] = escaped(value)  # a resolved text that holds "${" is no interpolation any more
+        value = _container(target[spec.name])
     except OmegaConfBaseException:
         if isinstance(value, dict) and value:
             rule = f"is not a key: {key} is a single value"
@@ -144,6 +159,26 @@ def _value(
         found.append(Problem(key=key, rule="must be a finite number", value=value, remedy=default_text(default)))
         return default
     return value
+
+
+def _own(value: object, base: type[Custom], path: list[str], found: list[Problem]) -> Custom | None:
+    """The choice of the user's own that `value` names, with its keys; None, and a Problem, if it names no class."""
+    key, choice = ".".join(path), own_choice(value)
+    if choice is None:
+        found.append(keys.wrong_value(key, value, base))
+        return None
+    try:
+        kind = load_class(from_home(choice[0], key=key), base)
+    except ConfigError as error:
+        found += error.problems
+        return None
+    except ValueError as error:
+        remedy = similar_custom(choice[0])
+        found.append(Problem(key=key, rule=str(error), value=choice[0], remedy=remedy))
+        return None
+    node = OmegaConf.merge(plain(kind), escaped(choice[1]))
+    expand_homes(OmegaConf.create({key: node}), {key: kind})
+    return read_section(kind, node, path, {}, found)
 
 
 def _function_problems(config: TrainConfig) -> Iterator[Problem]:

@@ -52,6 +52,9 @@ def evaluation_problems(config: TrainConfig) -> Iterator[Problem]:
             f"must be empty with data={config.data.kind}: their files have the columns of data=file",
             "Use data=file.",
         )
+    elif isinstance(config.data, FileDataConfig):
+        problems = (config.data.source_problem(f"eval.sets.{name}", path) for name, path in config.eval.sets.items())
+        yield from filter(None, problems)
 
 
 def sharing_problems(config: TrainConfig) -> Iterator[Problem]:

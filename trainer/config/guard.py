@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from algorithms.config import Checked, Problem
+from algorithms.config import Checked, Custom, Problem
 from algorithms.config.rules import above, at_least, ruled, within
+from algorithms.config.spec import HARMLESS_ESS
 
 if TYPE_CHECKING:
     from trainer.config.train import TrainConfig
+
+Row = Mapping[str, float | None]
 
 
 class Action(Enum):
@@ -28,9 +31,24 @@ class Action(Enum):
     """End the run with exit code 3."""
 
 
+class Reading(NamedTuple):
+    """One watched number of a step."""
+
+    name: str
+    value: float | None
+    """None: not known in this step."""
+    bound: float
+    is_upper: bool
+    """True if the number is bad above the bound, False if the number is bad below the bound."""
+
+    @property
+    def is_beyond(self) -> bool:
+        return self.value is not None and (self.value > self.bound if self.is_upper else self.value < self.bound)
+
+
 @dataclass(kw_only=True, slots=True)
 class GuardConfig(Checked):
-    """Reaction of a run to a growing mismatch. Choose with `guard=none` or `guard=mismatch`."""
+    """Reaction of a run to a number that gets bad. Choose with `guard=none` or `guard=mismatch`."""
 
     kind: ClassVar[str] = ""
 
@@ -43,14 +61,31 @@ class NoGuardConfig(GuardConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class MismatchGuardConfig(GuardConfig):
-    """Guard on K3, ESS and k-hat: a metric that stays bad causes a warning, a checkpoint or a stop; docs/guard.md."""
+class WatchConfig(GuardConfig):
+    """A guard that watches numbers: one that stays bad causes a warning, a checkpoint or a stop."""
 
-    kind: ClassVar[str] = "mismatch"
     highest: Action = Action.warn
     """Strongest action of the guard; save and stop need checkpoint.every."""
     steps: int = ruled(3, at_least(1))
-    """Number of consecutive bad steps after which the guard acts; a step is bad if it lies beyond a bound below."""
+    """Number of consecutive bad steps after which the guard acts; a step is bad if it lies beyond a bound."""
+
+    def readings(self, row: Row) -> list[Reading]:
+        """The watched numbers in the metrics of a step."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomGuard(WatchConfig, Custom):
+    """A guard of a user: its `readings` say which numbers are watched, with their bounds."""
+
+    kind: ClassVar[str] = "custom"
+
+
+@dataclass(kw_only=True, slots=True)
+class MismatchGuardConfig(WatchConfig):
+    """Guard on K3, ESS and k-hat; docs/guard.md."""
+
+    kind: ClassVar[str] = "mismatch"
     max_k3: float | None = ruled(1e-2, above(0))
     """Upper bound of mismatch/k3, nats per token; null: K3 is not watched. Healthy: 1e-5 to 1e-3 (dense models), 1e-3
     to 1e-1 (mixtures of experts, which need a bound of 1e-1 or more)."""
@@ -61,6 +96,17 @@ class MismatchGuardConfig(GuardConfig):
     """Upper bound of mismatch/khat/token, the shape of the tail of the weights (arXiv:1507.02646), no unit; averages
     with a heavier tail are not reliable; null: k-hat is not watched."""
 
+    def readings(self, row: Row) -> list[Reading]:
+        ess, khat = row.get("mismatch/ess/raw_token"), row.get("mismatch/khat/token")
+        if khat is None and ess is not None and ess > HARMLESS_ESS:
+            khat = 0.0  # not measured because the weights have no tail that matters: known to be good
+        numbers = (
+            ("k3", row.get("mismatch/k3"), self.max_k3, True),
+            ("ess", ess, self.min_ess, False),
+            ("khat", khat, self.max_khat, True),
+        )
+        return [Reading(name, value, bound, is_upper) for name, value, bound, is_upper in numbers if bound is not None]
+
     def conflicts(self) -> Iterator[Problem]:
         if self.max_k3 is None and self.min_ess is None and self.max_khat is None:
             remedy = "Set it, or use guard=none."
@@ -70,7 +116,7 @@ class MismatchGuardConfig(GuardConfig):
 def guard_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield broken rules between the guard and the checkpoints."""
     guard = config.guard
-    if isinstance(guard, MismatchGuardConfig) and guard.highest is not Action.warn and config.checkpoint.every == 0:
+    if isinstance(guard, WatchConfig) and guard.highest is not Action.warn and config.checkpoint.every == 0:
         yield config.broken(
             "guard.highest",
             "must be warn without checkpoints: nothing could be saved",

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
-from algorithms.config import Checked, Problem
+from algorithms.config import Checked, Custom, CustomMetric, Problem
 from algorithms.config.home import PathText
 from algorithms.config.rules import above, at_least, one_of, ruled
 from rollout.config import MIN_P, TOP_K, TOP_P
-from rollout.task_config import source_problem
 
 CHECKPOINTS = "checkpoints"
 """Directory in run.dir that `trainer/rundir/checkpoint.py` writes."""
@@ -57,12 +57,10 @@ class EvalConfig(Checked):
     is."""
 
     def conflicts(self) -> Iterator[Problem]:
-        for name, path in self.sets.items():
+        for name in self.sets:
             if name == HELDOUT or not _SET_NAME.fullmatch(name):
                 rule = f"must be named by letters, digits, _ and -, and not {HELDOUT}, the set of data.eval_path"
                 yield Problem(key=f"sets.{name}", rule=rule, value=name)
-            if (problem := source_problem(f"sets.{name}", path)) is not None:
-                yield problem
 
 
 BEST_METRICS = ("eval/accuracy", "eval/accuracy_sampled")
@@ -125,6 +123,27 @@ class WandbMode(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
+class CustomSink(Custom):
+    """A tracker of a user. Its methods run in a thread of their own, one after the other; a failure is a warning."""
+
+    def start(self, run_dir: Path, config: Mapping[str, object], *, last_step: int | None) -> None:
+        """Begin, in the run directory, with the config as sections of plain values without secrets.
+
+        A run that goes on after `last_step` writes the later steps again.
+        """
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """One row of metrics: each finite number, by its name; step 0 is the evaluation before training."""
+        raise NotImplementedError
+
+    def log_event(self, step: int, kind: str, text: str) -> None:
+        """What happened beside the numbers, for example a warning of the guard."""
+
+    def close(self, status: str) -> None:
+        """The end of the run: completed, interrupted, stopped or failed."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TrackingConfig(Checked):
     """Recording in W&B and TensorBoard, and the number of samples in samples.jsonl."""
 
@@ -149,6 +168,10 @@ class TrackingConfig(Checked):
     """Also write the samples of samples.jsonl to W&B, as a growing table."""
     tensorboard: bool = False
     """Also write the metrics to run.dir/tensorboard; needs the extra parity-rl[tensorboard]."""
+    sinks: list[CustomSink] = field(default_factory=list)
+    """Trackers of your own, each path/to/file.py:Name, or {use: path/to/file.py:Name, key: value}."""
+    metrics: list[CustomMetric] = field(default_factory=list)
+    """Metrics of your own over the tokens of a step, each path/to/file.py:Name, or {use: ..., key: value}."""
 
     def conflicts(self) -> Iterator[Problem]:
         for tag in self.tags:

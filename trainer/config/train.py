@@ -17,6 +17,8 @@ from algorithms.config import (
     BaselineScope,
     Checked,
     CorrectionConfig,
+    Custom,
+    CustomLoss,
     KLPlacement,
     LossConfig,
     PPOClipConfig,
@@ -38,7 +40,7 @@ from rollout.config import (
     TorchEngineConfig,
 )
 from rollout.episodes.config import EpisodeConfig, episode_problems
-from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, RewardConfig
+from rollout.task_config import ArithmeticDataConfig, CustomData, DataConfig, FileDataConfig, RewardConfig
 from trainer.config.conflicts import (
     adapter_problems,
     advantage_problems,
@@ -51,7 +53,7 @@ from trainer.config.conflicts import (
     sharing_problems,
     truncation_problems,
 )
-from trainer.config.guard import GuardConfig, MismatchGuardConfig, NoGuardConfig, guard_problems
+from trainer.config.guard import CustomGuard, GuardConfig, MismatchGuardConfig, NoGuardConfig, guard_problems
 from trainer.config.outputs import CheckpointConfig, DumpConfig, EvalConfig, TrackingConfig
 from trainer.config.schedule import (
     BoundedScheduleConfig,
@@ -107,6 +109,12 @@ class TrainConfig(Checked):
     def min_group_size(self) -> int:
         """Smallest number of samples of a trainable group."""
         return 2 if self.advantage.estimator.baseline is Baseline.group else 1
+
+    @property
+    def sources(self) -> list[str]:
+        """Every source of rows that the config names."""
+        named = [self.data.train_path, self.data.eval_path] if isinstance(self.data, FileDataConfig) else []
+        return [*named, *self.eval.sets.values()]
 
     @property
     def max_lag_steps(self) -> int:
@@ -190,7 +198,7 @@ class TrainConfig(Checked):
 
     def conflicts(self) -> Iterator[Problem]:
         # The default of a group is its base class, which is no option.
-        unchosen = [key for key in GROUPS if type(getattr(self, key)) not in GROUPS[key].values()]
+        unchosen = [key for key in GROUPS if not option_name(key, type(getattr(self, key)))]
         for key in unchosen:
             yield Problem(
                 key=key,
@@ -199,7 +207,9 @@ class TrainConfig(Checked):
                 remedy=f"Use one of {', '.join(f'{key}={name}' for name in GROUPS[key])}; in the defaults of a recipe "
                 f"- override /{key}: {next(iter(GROUPS[key]))}.",
             )
-        if isinstance(self.model, ArithmeticModelConfig) and not isinstance(self.data, ArithmeticDataConfig):
+        if isinstance(self.model, ArithmeticModelConfig) and not isinstance(
+            self.data, ArithmeticDataConfig | CustomData
+        ):
             yield Problem(
                 key="model",
                 rule="arithmetic knows only the vocabulary of data=arithmetic",
@@ -257,6 +267,16 @@ GROUPS: Mapping[str, Mapping[str, type[Checked]]] = {
     "guard": {"none": NoGuardConfig, "mismatch": MismatchGuardConfig},
 }
 """Hydra group -> option -> config class: `correction=tis` chooses the class, `correction.cap=3` sets a field."""
+
+CUSTOM: Mapping[str, type[Custom]] = {"data": CustomData, "loss": CustomLoss, "guard": CustomGuard}
+"""Group -> base of the classes that `group=path/to/file.py:Name` may choose."""
+
+
+def option_name(group: str, kind: type) -> str:
+    """The option of `group` that chooses the class `kind`; empty if none does."""
+    names = [name for name, option in GROUPS[group].items() if option is kind]
+    return names[0] if names else kind.source if issubclass(kind, Custom) else ""
+
 
 PRESETS: Mapping[str, Mapping[str, Checked]] = {"correction": CORRECTION_PRESETS}
 """Group -> name -> config, further options of a group: for example `correction=decoupled_token_is`."""

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from algorithms.aggregate import token_coefficients
-from algorithms.config import Aggregation, Anchor, RejectedDenominator, SelfNormalize
+from algorithms.config import Anchor, Divisor, RejectedDenominator, SelfNormalize
 from algorithms.correction import Correction, correct, weight_total
 from algorithms.loss import LossOutput, policy_loss
 from algorithms.masked import segment_sum
@@ -123,7 +123,7 @@ class TrainingStep:
         advantages, critic_metrics = self._set_advantages(minis, samples, step=step)
 
         recorder = None if dump_dir is None else StepRecorder(samples, rank=dist.get_rank())
-        stats = StepStats(self._device)
+        stats = StepStats(self._device, self._config.tracking.metrics)
         learns, usable, taken = config.policy_learns(step), minis, 0
         for number in range(config.batch.passes):
             order = pass_order(usable, number=number, seed=config.run.seed, step=step)
@@ -366,12 +366,12 @@ def step_factor(config: TrainConfig, counts: Tensor, mini: RankMiniBatch) -> Ste
     spec = config.correction.spec()
     factor = 1.0
     if spec.rejected_denominator is RejectedDenominator.drop and kept_tokens:
-        match config.loss.aggregation:
-            case Aggregation.token_mean:
+        match config.loss.aggregation.divisor:
+            case Divisor.tokens:
                 factor = mini.num_response_tokens / kept_tokens
-            case Aggregation.seq_mean_token_mean | Aggregation.seq_mean_token_sum | Aggregation.fixed_length:
+            case Divisor.sequences:
                 factor = mini.num_sequences / kept_sequences
-            case Aggregation.token_sum:
+            case Divisor.none:
                 factor = 1.0
     mean_weight = weight_sum / num_weights if num_weights else None
     if spec.self_normalize is SelfNormalize.mean_one and mean_weight:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from algorithms.config import CustomMetric
 from algorithms.correction import Correction
 from algorithms.histograms import HistogramArrays, MismatchHistograms, mismatch_histograms
 from algorithms.kl import k3
@@ -44,7 +45,8 @@ class StepFactor(NamedTuple):
 class StepStats:
     """Statistics of a rollout step, summed over micro-batches here and over ranks in `metrics`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, metrics: Sequence[CustomMetric] = ()) -> None:
+        self._own_metrics = metrics
         self._losses: list[LossStats] = []
         """Of each optimizer step."""
         self._running: list[LossStats] = []
@@ -94,7 +96,7 @@ class StepStats:
             lags=samples.lags[micro.sample_numbers],
             token_lags=micro.token_lags,
         )
-        self._mismatch.append(mismatch_stats(tokens, correction, context))
+        self._mismatch.append(mismatch_stats(tokens, correction, context, self._own_metrics))
         self._histograms.append(mismatch_histograms(tokens))
         self._scored.append((micro, tokens))
         if micro.ref_logprobs is not None and tokens.trainer_logprobs is not None:

@@ -16,7 +16,7 @@ from algorithms.config import PPOClipConfig, TISConfig
 from algorithms.histograms import Bins, HistogramArrays, MismatchHistograms, mismatch_histograms
 from rollout.config import TorchEngineConfig
 from rollout.task_config import ArithmeticDataConfig
-from trainer.config.guard import MismatchGuardConfig
+from trainer.config.guard import MismatchGuardConfig, Reading
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, BatchConfig
 from trainer.policy.step import compared_logprobs
@@ -35,7 +35,6 @@ from trainer.replay.results import (
 )
 from trainer.replay.score import ModeScore, scored_modes
 from trainer.report.frame import render_tables, write_results
-from trainer.run.guard import Reading, readings
 
 PLAIN = "recompute"
 """The mode that compares with pi_old and corrects nothing."""
@@ -86,7 +85,7 @@ class BundleReplay:
             names = [mode.name for mode in self.modes if not mode.config.needs_old_logprobs]
             if names:
                 yield f"{', '.join(names)}: the weights have no pi_old, so they hold the optimizer steps before too"
-        yield guard_line(readings(MismatchGuardConfig(), self.metrics))
+        yield guard_line(MismatchGuardConfig().readings(self.metrics))
 
 
 def replay_bundle(bundle: Bundle, names: Sequence[str]) -> BundleReplay:

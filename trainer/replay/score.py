@@ -43,7 +43,7 @@ class ModeScore:
 def score_mode(mode: Mode, step: RecordedStep) -> ModeScore:
     """Score `step` under `mode`."""
     config, ranks = mode.config, prepared(mode, step)
-    stats = [StepStats(torch.device("cpu")) for _ in ranks]
+    stats = [StepStats(torch.device("cpu"), config.tracking.metrics) for _ in ranks]
     max_weight = 0.0
     for index, recorded in enumerate(step.ranks[0]):
         counts = torch.zeros(NUM_COUNTS, dtype=torch.float64)

@@ -12,21 +12,19 @@ The training itself is never changed. No clock, no randomness: two runs with the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from algorithms.config.spec import HARMLESS_ESS
-from trainer.config.guard import Action, MismatchGuardConfig
+from trainer.config.guard import Action, Reading, Row, WatchConfig
 from trainer.config.train import TrainConfig
 from trainer.rundir.events import Event, Severity
 from trainer.text.plain import counted
 
-Row = Mapping[str, float | None]
 ACTIONS = tuple(Action)
 SAID = {Action.warn: "", Action.save: ": a checkpoint is saved", Action.stop: ": the run is saved and ended"}
 
 
 class Guard:
-    """No guard. Base of `MismatchGuard`."""
+    """No guard. Base of `NumberGuard`."""
 
     saves: bool = False
     """A checkpoint shall be saved after the step that was observed last."""
@@ -46,31 +44,16 @@ class Guard:
         return ["guard: the checkpoint has one and this run has none"]
 
 
-class Reading(NamedTuple):
-    """One watched number of a step."""
+class NumberGuard(Guard):
+    """guard=mismatch, and guards of a user."""
 
-    name: str
-    value: float | None
-    """None: not known in this step."""
-    bound: float
-    is_upper: bool
-    """True if the number is bad above the bound, False if the number is bad below the bound."""
-
-    @property
-    def is_beyond(self) -> bool:
-        return self.value is not None and (self.value > self.bound if self.is_upper else self.value < self.bound)
-
-
-class MismatchGuard(Guard):
-    """guard=mismatch."""
-
-    def __init__(self, config: MismatchGuardConfig) -> None:
+    def __init__(self, config: WatchConfig) -> None:
         self._config = config
         self._bad_steps: dict[str, int] = {}
         """Bad steps in a row, by the name of the number."""
 
     def observe(self, step: int, row: Row) -> tuple[dict[str, float | None], list[Event]]:
-        found = readings(self._config, row)
+        found = self._config.readings(row)
         before = {reading.name for reading in found if self._is_bad(reading)}
         for reading in found:
             if reading.value is not None:
@@ -111,19 +94,6 @@ class MismatchGuard(Guard):
         return []
 
 
-def readings(config: MismatchGuardConfig, row: Row) -> list[Reading]:
-    """The numbers that `config` watches, in `row`."""
-    ess, khat = row.get("mismatch/ess/raw_token"), row.get("mismatch/khat/token")
-    if khat is None and ess is not None and ess > HARMLESS_ESS:
-        khat = 0.0  # not measured because the weights have no tail that matters: known to be good
-    numbers = (
-        ("k3", row.get("mismatch/k3"), config.max_k3, True),
-        ("ess", ess, config.min_ess, False),
-        ("khat", khat, config.max_khat, True),
-    )
-    return [Reading(name, value, bound, is_upper) for name, value, bound, is_upper in numbers if bound is not None]
-
-
 def build_guard(config: TrainConfig) -> Guard:
     """The guard that `config.guard` chooses."""
-    return MismatchGuard(config.guard) if isinstance(config.guard, MismatchGuardConfig) else Guard()
+    return NumberGuard(config.guard) if isinstance(config.guard, WatchConfig) else Guard()

@@ -28,6 +28,7 @@ from rollout.collect.dispatch import Sampler
 from rollout.data.dataset import PromptStream
 from rollout.episodes.sampler import episode_files, episode_metrics, with_episodes
 from rollout.group.engine_group import EngineGroup
+from rollout.processes.custom_class import class_files
 from rollout.processes.custom_code import code_digest
 from rollout.processes.stacks import STACKS_FILE
 from trainer.batch.packing import pack, split_mini_batches
@@ -322,7 +323,7 @@ def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, fl
         guard=run.guard.state_dict(),  # of now: it observes the step after this state is fixed
         config=flat_config(run.config),
         model_mark=run.task.model_mark,
-        user_files=run.task.scorer.files | episode_files(run.sampler) | run.task.model_files,
+        user_files=run.task.scorer.files | episode_files(run.sampler) | run.task.model_files | class_files(run.config),
         eval_prompts=run.task.eval_prompts,
     )
 

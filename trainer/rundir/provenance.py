@@ -23,7 +23,7 @@ import psutil
 import yaml
 
 from trainer.config.paths import MAIN_CONFIG
-from trainer.config.train import GROUPS, TrainConfig
+from trainer.config.train import GROUPS, TrainConfig, option_name
 from trainer.text.redact import redact, redact_argv
 
 PACKAGES = (
@@ -41,11 +41,7 @@ def config_record(config: TrainConfig) -> dict[str, dict[str, object]]:
 
 def group_choices(config: TrainConfig) -> dict[str, str]:
     """Hydra group -> chosen member in the config, for example {"correction": "tis"}."""
-    choices = {}
-    for group, members in GROUPS.items():
-        chosen = type(getattr(config, group))
-        choices[group] = next(name for name, member in members.items() if member is chosen)
-    return choices
+    return {group: option_name(group, type(getattr(config, group))) for group in GROUPS}
 
 
 def config_document(config: TrainConfig) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from algorithms.config import ConfigError, Problem
 from rollout.collect.requests import sampling_params
 from rollout.config import SGLangConfig
-from rollout.data.data_files import DataError, is_local
+from rollout.data.data_files import DataError, on_hub
 from rollout.data.dataset import first_row, load_dataset
 from rollout.data.file_prompts import Judgement
 from rollout.episodes.trial import load_problem, try_episode
@@ -72,8 +72,7 @@ def is_on_disk(config: TrainConfig) -> bool:
     if not (isinstance(config.model, HFModelConfig) and isinstance(config.data, FileDataConfig)):
         return False
     models = [config.model.path, *([config.critic.path] if config.has_critic and config.critic.path else [])]
-    sources = (config.data.train_path, config.data.eval_path, *config.eval.sets.values())
-    return all(Path(path).is_dir() for path in models) and all(map(is_local, sources))
+    return all(Path(path).is_dir() for path in models) and not on_hub(config.data, config.sources)
 
 
 def _machine_problems(config: TrainConfig, machine: Machine, *, trains: bool) -> Iterator[Problem]:

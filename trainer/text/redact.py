@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 
+from algorithms.config.custom import written
 from rollout.processes.secret_names import SECRET_WORDS, is_secret_name
 
 REDACTED = "<redacted>"
@@ -73,7 +74,7 @@ def redact(value: object, *, name: str = "") -> object:
     if isinstance(value, str):
         return (REDACTED if value else value) if is_secret else redact_text(value)
     if is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
+        value = {field.name: written(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {key: redact(member, name=name if is_secret else str(key)) for key, member in value.items()}
     if isinstance(value, (list, tuple)):

@@ -59,6 +59,7 @@ from trainer.rundir.run_dir import (
 from trainer.text.plain import counted
 from trainer.tracking.console import Console
 from trainer.tracking.samples import SampleRow, select_rows
+from trainer.tracking.sink_thread import SinkThread
 from trainer.tracking.tensorboard_sink import TensorBoardSink
 from trainer.tracking.wandb_panels import Panels
 from trainer.tracking.wandb_run import default_name, keep_run_id, saved_run_id
@@ -95,6 +96,8 @@ class Tracker:
         """The open files of ROW_FILES."""
         self._wandb: WandbSink | None = None
         self._tensorboard: TensorBoardSink | None = None
+        self._sinks: list[SinkThread] = []
+        """Of the user."""
         self._last_step = None if resumed is None else resumed.step
         self._warned: set[str] = set()
         self._has_begun = False
@@ -168,6 +171,8 @@ class Tracker:
         self._best_effort("W&B", self._wandb.start)
         if self._config.tracking.tensorboard:
             self._best_effort("TensorBoard", self._open_tensorboard)
+        for sink in self._config.tracking.sinks:
+            self._sinks.append(SinkThread(sink, self._run_dir.resolve(), record, last_step=self._last_step))
 
     def _open_tensorboard(self) -> None:
         self._tensorboard = TensorBoardSink(self._run_dir, last_step=self._last_step)
@@ -247,6 +252,8 @@ class Tracker:
                 self._send(Panels.alert, event)
             if self._tensorboard is not None:
                 self._best_effort("TensorBoard", functools.partial(self._tensorboard.log_event, event))
+            for sink in self._sinks:
+                sink.put("log_event", event.step, event.kind, event.text)
             if shown:
                 style = {Severity.info: "", Severity.warn: "yellow", Severity.error: "bold red"}[event.severity]
                 self.console.line(event.text, style=style)
@@ -274,6 +281,8 @@ class Tracker:
         finally:  # also when a second signal ends the wait for W&B
             if self._tensorboard is not None:
                 self._best_effort("TensorBoard", self._tensorboard.close)
+            for sink in self._sinks:
+                self.errors += sink.close(status.value)
             if self._has_begun:
                 self._best_effort(STATUS_FILE, lambda: self._write_status(status))
             self._best_effort("console", lambda: self.console.close(failed=status != RunStatus.completed))
@@ -293,6 +302,8 @@ class Tracker:
         if self._tensorboard is not None:
             board = self._tensorboard
             self._best_effort("TensorBoard", lambda: board.log(step, numbers))
+        for sink in self._sinks:
+            sink.put("log", step, numbers)
         return numbers
 
     def _log_samples(self, step: int, samples: Sequence[SampleRow]) -> None:

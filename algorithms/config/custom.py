@@ -1,0 +1,72 @@
+"""`Custom`, the base of every choice that stands in a user's own file, in place of a built-in one.
+
+A recipe names the class as `path/to/file.py:Name` where the name of a built-in choice could stand. The class is a
+dataclass: its fields are keys of the config, with rules and defaults like any other; its class variables say what it
+needs; an instance is called like the function of a built-in choice. docs/extend.md has an example of every kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
+
+from algorithms.config.rules import Checked, as_yaml
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from algorithms.tokens import Tokens
+
+USE = "use"
+"""Key of the mapping that names a choice of the user's own together with its keys: {use: file.py:Name, cap: 2}."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Custom(Checked):
+    """A choice of a user: a subclass of one of the kinds below, for example `CustomCriterion` or `CustomLoss`."""
+
+    source: ClassVar[str] = ""
+    """`path/to/file.py:Name` as the recipe has it; set when the file is loaded."""
+    formula: ClassVar[str] = ""
+    """The part of the objective line that it stands for, with keys in braces: "min({weight}, {cap:g})". Empty: the name
+    of the class with its keys. What else may stand in braces is said by each kind."""
+
+    def text(self, **parts: str) -> str:
+        """The formula with the values of the keys, and with the `parts` of the line around it."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        if self.formula:
+            return self.formula.format(**values, **parts)
+        shown = [*parts.values(), *(f"{name}={as_yaml(value)}" for name, value in values.items())]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    @property
+    def name(self) -> str:
+        """Name of the class, as metrics and messages show it; a built-in choice has one too."""
+        return type(self).__name__
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomMetric(Custom):
+    """A metric of a user: the mean of a value over the valid tokens of a step, of all ranks."""
+
+    metric: ClassVar[str] = ""
+    """Name of the metric; empty: own/ and the name of the class."""
+
+    @property
+    def key(self) -> str:
+        """Name of the metric."""
+        return self.metric or f"own/{self.name}"
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        """The value of each token, [T]; what it is off tokens.valid does not matter."""
+        raise NotImplementedError
+
+
+def written(value: object) -> object:
+    """A value of a config as a recipe writes it, where it is a choice of the user's own, or a list of them."""
+    if isinstance(value, list):
+        return [written(item) for item in value]
+    if not isinstance(value, Custom):
+        return value
+    keys = {spec.name: getattr(value, spec.name) for spec in fields(value)}
+    return {USE: value.source, **keys} if keys else value.source

@@ -1,0 +1,83 @@
+"""A class of the user's own, named in the config as `path/to/file.py:Name`: a choice with keys (`Custom`).
+
+The file is run where the config is read, and in each process that gets the config. A process runs it once.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from algorithms.config import Custom
+from rollout.processes.custom_code import code_digest, custom_problem, run_file
+
+Kind = TypeVar("Kind", bound=Custom)
+_PLACES: dict[type[Custom], tuple[str, str]] = {}
+"""Class that was loaded -> absolute path of its file, and the digest of it."""
+
+
+def load_class(choice: str, kind: type[Kind]) -> type[Kind]:
+    """Run the file of a `path.py:Name` and return the class, a dataclass that is a subclass of `kind`.
+
+    Its instances can go to other processes: each runs the file for itself, and refuses one that has changed since.
+    Raises ValueError, with the rule that is broken, for a file that fails and for a name that is no such class.
+    """
+    if problem := custom_problem(choice):
+        raise ValueError(problem)
+    file, _, name = choice.rpartition(":")
+    path = Path(file).resolve()
+    digest = code_digest(str(path)) or ""
+    try:
+        module = run_file(path, digest)
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f"{path}:{lines[-1]}" if lines else path
+        raise ValueError(f"must name a file that Python can run; {where}: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not (isinstance(found, type) and issubclass(found, kind) and found is not kind):
+        others = [n for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)]
+        has = ", ".join(n for n in others if n != kind.__name__) or "none"
+        raise ValueError(f"must name a subclass of {kind.__name__} in {path}, which has {has}")
+    if "__dataclass_fields__" not in vars(found):
+        raise ValueError(f"must name a dataclass: write @dataclass(kw_only=True) above class {name} of {path}")
+    found.source = choice
+    found.__reduce__ = _reduced  # type: ignore[method-assign, assignment]
+    _PLACES[found] = (str(path), digest)
+    return found
+
+
+def class_files(config: object) -> dict[str, str]:
+    """Path of the file of each choice of the user's own in `config` -> digest of the file when it was run."""
+    return {path: digest for kind in _kinds(config) if kind in _PLACES for path, digest in [_PLACES[kind]]}
+
+
+def _kinds(config: object) -> Iterator[type]:
+    """The classes of a config, of its sections and of their choices."""
+    if isinstance(config, list):
+        parts = config
+    else:
+        parts = [getattr(config, spec.name) for spec in fields(config)] if is_dataclass(config) else []
+        yield type(config)
+    for part in parts:
+        yield from _kinds(part)
+
+
+def _reduced(self: Custom) -> tuple[Any, ...]:
+    """How pickle writes an instance: its file and its values, because no module of its name can be imported."""
+    values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+    return _restored, (*_PLACES[type(self)], type(self).__name__, self.source, values)
+
+
+def _restored(path: str, digest: str, name: str, source: str, values: Mapping[str, Any]) -> Custom:
+    if code_digest(path) != digest:
+        where = f"{path} is not as it was when the config was read: it has changed, or this machine has another"
+        raise ValueError(f"{source}: {where}. Start the run again, with the same file on each machine.")
+    kind = load_class(f"{path}:{name}", Custom)
+    kind.source = source
+    made = object.__new__(kind)
+    for key, value in values.items():
+        object.__setattr__(made, key, value)
+    return made

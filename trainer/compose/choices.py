@@ -1,0 +1,73 @@
+"""Choices that stand in a user's own file, in the keys of a config: `level=path/to/file.py:Name`.
+
+A key that accepts them says so by its type, `Level | CustomLevel` or `list[CustomCriterion]`. Its value is the name of
+the class, or {use: name, key: value} with keys of the class, which are checked like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass, make_dataclass
+from enum import Enum
+from functools import cache, reduce
+from operator import or_
+from typing import Any, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from algorithms.config import Custom
+from algorithms.config.custom import USE, written
+
+
+def plain(config: object) -> DictConfig:
+    """Keys and defaults of a config class, or of an instance, without types: enum members become their names."""
+    return OmegaConf.create(_plain(config))
+
+
+def _plain(config: Any) -> dict[str, object]:
+    values = {}
+    for spec in fields(config):
+        default = spec.default if spec.default_factory is MISSING else spec.default_factory()
+        value = written(default if isinstance(config, type) else getattr(config, spec.name))
+        if isinstance(value, Enum):
+            value = value.name
+        values[spec.name] = _plain(value) if is_dataclass(value) else value
+    return values
+
+
+def custom_kind(hint: Any) -> type[Custom] | None:
+    """The base of the user's classes that a field of this type accepts, by itself or in a list; None for none."""
+    kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and issubclass(kind, Custom)]
+    return kinds[0] if kinds else None
+
+
+def holds_list(hint: Any) -> bool:
+    """True if the field holds a list."""
+    return get_origin(hint) is list
+
+
+def own_choice(value: object) -> tuple[str, dict[str, object]] | None:
+    """(`path.py:Name`, keys) of a value that names a class of the user's own; None for any other value."""
+    if isinstance(value, str) and ":" in value:
+        return value, {}
+    if isinstance(value, dict) and isinstance(value.get(USE), str):
+        return value[USE], {key: inner for key, inner in value.items() if key != USE}
+    return None
+
+
+@cache
+def typed(kind: type[Any]) -> type:
+    """A dataclass with the fields of `kind` that OmegaConf can convert, each without the user's classes."""
+    return make_dataclass(kind.__name__, list(_convertible(kind)), kw_only=True)
+
+
+def _convertible(kind: type) -> Iterator[tuple[str, Any, Any]]:
+    hints = get_type_hints(kind)
+    for spec in fields(kind):
+        hint = hints[spec.name]
+        if custom_kind(hint):
+            parts = [part for part in get_args(hint) if not custom_kind(part)]
+            if holds_list(hint) or parts == [type(None)]:
+                continue
+            hint = reduce(or_, parts)
+        yield spec.name, hint, spec
