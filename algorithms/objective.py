@@ -147,7 +147,8 @@ def _divisor(spec: CorrectionSpec, loss: LossConfig) -> str:
     parts = [*(["Z"] if spec.self_normalize is SelfNormalize.mean_one else []), *own]
     if not parts:
         return ""
-    return f" / {parts[0]}" if len(parts) == 1 else f" / ({' * '.join(parts)})"
+    divisor = " * ".join(parts)
+    return f" / ({divisor})" if " " in divisor else f" / {divisor}"
 
 
 def _drops(spec: CorrectionSpec) -> bool:

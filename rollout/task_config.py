@@ -223,6 +223,10 @@ class CustomData(FileDataConfig, Custom):
     """What `rows` gets for the training rows; any text that says which they are."""
     eval_path: str = "eval"
     """What `rows` gets for the held-out rows."""
+    prompt_key: str | None = ruled("prompt", _COLUMN, remedy="Use null to recognise the layout.")
+    """Column with the prompt; null recognises the layout."""
+    answer_key: str | None = ruled("answer", _COLUMN, remedy="Use null to recognise the layout.")
+    """Column with the reference answer; null recognises the layout."""
 
     def rows(self, source: str) -> Iterator[Mapping[str, Any]]:
         """The rows of train_path, eval_path or an entry of eval.sets, each column -> value, the same at every call.

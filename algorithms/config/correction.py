@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Final
 
+from algorithms.config.custom import Custom
 from algorithms.config.rejection import RejectConfig
 from algorithms.config.rules import NOT_SET, Checked, Problem, Rule, as_yaml, ruled
 from algorithms.config.spec import (
@@ -282,6 +283,13 @@ class CustomConfig(CorrectionConfig):
                 "must be old with anchor=old, which needs pi_old anyway",
                 "Use anchor=rollout or anchor=none to do without pi_old.",
             )
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomCorrection(CorrectionConfig, Custom):
+    """A mode of a user, with keys of its own: `spec` says what it is made of."""
+
+    mode: ClassVar[str] = "custom"
 
 
 def _interval_problems(low: float | None, high: float) -> Iterator[Problem]:

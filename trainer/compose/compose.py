@@ -318,7 +318,9 @@ def _drop_replaced(
         choosing = [index for index, (_, _, content) in enumerate(files) if group in _overridden(content)]
         choice = len(files) if group in named else choosing[-1] if choosing else 0
         with_choice = [file for index, file in enumerate(files) if index >= choice or file[1] == f"{group}."]
-        others = {key for option in GROUPS[group].values() for key in field_names(option)}
+        before = [name for _, _, content in files if is_custom(name := _overridden(content).get(group, ""))]
+        options = [*GROUPS[group].values(), *(option for name in before for option in _readable(group, name))]
+        others = {key for option in options for key in field_names(option)}
         for key in others - set(field_names(kind)):
             path = f"{group}.{key}."
             is_set = any(f"{name}.".startswith(path) for name in named)
@@ -328,11 +330,19 @@ def _drop_replaced(
                     root[group].pop(key, None)
 
 
-def _overridden(content: DictConfig) -> set[str]:
-    """The groups of which the defaults list of a file chooses the option, in entries `override /<group>: <option>`."""
-    entries = content.get("defaults") or []
-    keys = [str(key) for entry in entries if isinstance(entry, DictConfig) for key in entry]
-    return {key.removeprefix("override ").strip().lstrip("/") for key in keys if key.startswith("override ")}
+def _readable(group: str, name: str) -> list[type]:
+    """The class of a `path.py:Name` that is replaced; none if the file cannot be read, which then does not matter."""
+    try:
+        return [own_option(group, name)]
+    except ValueError:
+        return []
+
+
+def _overridden(content: DictConfig) -> dict[str, str]:
+    """Group -> the option that the defaults list of a file chooses, in entries `override /<group>: <option>`."""
+    entries = [entry for entry in content.get("defaults") or [] if isinstance(entry, DictConfig)]
+    pairs = [(str(key), str(value)) for entry in entries for key, value in entry.items()]
+    return {k.removeprefix("override ").strip().lstrip("/"): v for k, v in pairs if k.startswith("override ")}
 
 
 def _located(problems: Sequence[Problem], overrides: Sequence[Override], files: Sequence[YamlFile]) -> list[Problem]:

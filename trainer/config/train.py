@@ -18,6 +18,7 @@ from algorithms.config import (
     Checked,
     CorrectionConfig,
     Custom,
+    CustomCorrection,
     CustomLoss,
     KLPlacement,
     LossConfig,
@@ -268,7 +269,12 @@ GROUPS: Mapping[str, Mapping[str, type[Checked]]] = {
 }
 """Hydra group -> option -> config class: `correction=tis` chooses the class, `correction.cap=3` sets a field."""
 
-CUSTOM: Mapping[str, type[Custom]] = {"data": CustomData, "loss": CustomLoss, "guard": CustomGuard}
+CUSTOM: Mapping[str, type[Custom]] = {
+    "data": CustomData,
+    "correction": CustomCorrection,
+    "loss": CustomLoss,
+    "guard": CustomGuard,
+}
 """Group -> base of the classes that `group=path/to/file.py:Name` may choose."""
 
 

@@ -12,6 +12,7 @@ from algorithms.config import (
     BypassLoss,
     ConfigError,
     CorrectionConfig,
+    CustomCorrection,
     LossConfig,
     MISConfig,
     PPOISConfig,
@@ -21,6 +22,8 @@ from algorithms.config import (
     VanillaISConfig,
 )
 from algorithms.config.spec import CorrectionSpec
+from rollout.processes.custom_class import load_class
+from rollout.processes.custom_code import is_custom, similar_custom
 from trainer.compose.keys import nearest
 from trainer.config.train import TrainConfig
 
@@ -75,7 +78,12 @@ def name_problems(names: Sequence[str], *, known: Sequence[str] | None = None) -
     known = all_names() if known is None else known
     problems = []
     for name in names:
-        if name not in known:
+        if is_custom(name):
+            try:
+                load_class(name, CustomCorrection)
+            except ValueError as error:
+                problems.append(Problem(key="modes", rule=str(error), value=name, remedy=similar_custom(name)))
+        elif name not in known:
             close = nearest(name, known)
             hint = f"Did you mean {close}? " if close else ""
             remedy = f"{hint}Names: {', '.join(known)}."
@@ -92,7 +100,8 @@ def chosen_modes(
     """
     modes: list[Mode] = []
     refused: list[RefusedMode] = []
-    for name, correction in {RUN: config.correction, **MODES, **PRESETS}.items():
+    own = {name: load_class(name, CustomCorrection)() for name in names if is_custom(name)}
+    for name, correction in {RUN: config.correction, **MODES, **PRESETS, **own}.items():
         if name != RUN and name not in names:
             continue
         refusal = ""

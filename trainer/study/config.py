@@ -13,6 +13,7 @@ from algorithms.config import Checked, Problem
 from algorithms.config.home import PathText
 from algorithms.config.rules import above, at_least, ruled, within
 from rollout.config import DType, Quantization
+from rollout.processes.custom_code import is_custom
 
 DEFAULT_MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis", "bypass")
 """Corrections that are compared by default; custom has no meaning without its keys."""
@@ -28,7 +29,7 @@ class StudyConfig(Checked):
     """The axes of a study, and settings for its runs and their comparison."""
 
     modes: list[str] = field(default_factory=lambda: list(DEFAULT_MODES))
-    """Corrections: members and presets of the group `correction`."""
+    """Corrections: members and presets of the group `correction`, and corrections of your own, path/to/file.py:Name."""
     precisions: list[str] = field(default_factory=list)
     """Precisions of the engines: float32, bfloat16, float16, fp8, int8, int4. Empty: the recipe's, and int8."""
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
@@ -50,10 +51,10 @@ class StudyConfig(Checked):
                 yield self.broken(key, "must name at least one")
         for key in ("modes", "precisions", "seeds"):
             values = getattr(self, key)
-            if len(set(values)) < len(values):
+            if len({str(value).rpartition(":")[2] for value in values}) < len(values):
                 yield Problem(key=key, rule="must name everything once", value=values)
         for mode in self.modes:
-            if not _NAME.fullmatch(mode):
+            if not _NAME.fullmatch(mode) and not is_custom(mode):
                 yield Problem(key="modes", rule="must be options of the group correction", value=mode)
         for precision in self.precisions:
             if precision not in PRECISIONS:

@@ -48,7 +48,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Name of the cell's directory."""
-        return f"{self.mode}-{self.precision}-seed{self.seed}"
+        return f"{self.mode.rpartition(':')[2]}-{self.precision}-seed{self.seed}"
 
     @property
     def num_steps(self) -> int:

@@ -1,0 +1,245 @@
+"""Classes of a user in place of built-in choices: every example of docs/extend.md, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from compose_cases import config_of, messages, own_recipe
+from extend_page import MOST_LINES, commands, files, write_files
+
+from algorithms.config import CorrectionSpec
+from algorithms.config.custom import Custom
+from algorithms.objective import objective
+from rollout.config import DynamicCollectConfig
+from rollout.processes.custom_class import class_files
+from rollout.processes.custom_code import code_digest
+from trainer.compose.compose import resolve
+from trainer.config.outputs import CustomSink
+from trainer.replay.modes import chosen_modes, name_problems
+from trainer.rundir.provenance import config_document
+from trainer.rundir.resume import changed_keys, flat_config
+from trainer.study.config import StudyConfig
+from trainer.tracking import sink_thread
+from trainer.tracking.sink_thread import SinkThread
+
+ALL = (
+    *("correction=custom", "correction.level=ctpo.py:HalfPrefix", "correction.bound={use: ctpo.py:GrowingCap, scale: 2}"),  # noqa: E501
+    *("correction.reject.custom=[{use: sigma.py:TokenSigma, bound: 3}]", "loss=anchored.py:Anchored", "loss.beta=0.5"),
+    *("loss.aggregation=root_length.py:RootLength", "advantage.estimator=maxrl.py:MaxRL"),
+    *("reference.coef=0.01", "reference.estimator=huber.py:Huber", "tracking.metrics=[hellinger.py:Hellinger]"),
+    *("tracking.sinks=[to_sqlite.py:Sqlite]", "guard=entropy.py:Entropy", "guard.steps=2"),
+)  # fmt: skip
+"""Choices of all kinds that go together, but data and filter."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a user, with the files of the page."""
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def choices(config: object) -> list[Custom]:
+    """The user's choices in a config, in its order."""
+    found = [config] if isinstance(config, Custom) else []
+    parts = (
+        config
+        if isinstance(config, list)
+        else [getattr(config, name) for name in getattr(config, "__dataclass_fields__", ())]
+    )
+    return found + [choice for part in parts for choice in choices(part)]
+
+
+@pytest.mark.parametrize("name", files())
+def test_a_file_of_the_page_is_short(name: str) -> None:
+    assert len(files()[name].splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: words[-1])
+def test_a_command_of_the_page_makes_the_choice_that_it_names(words: list[str], here: Path) -> None:
+    config = config_of(*words[1:], name=words[0])
+    assert choices(config)
+    assert all(f"{choice.source}" in " ".join(words) for choice in choices(config))
+
+
+def test_the_test_of_the_page_passes(here: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "test_sigma.py"], capture_output=True, text=True)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+
+
+def test_keys_have_the_values_of_the_words_and_defaults_of_the_class(here: Path) -> None:
+    config = config_of(*ALL)
+    by_name = {choice.name: choice for choice in choices(config)}
+    shown = {
+        name: {
+            key: getattr(choice, key) for key in ("bound", "scale", "beta", "width", "least") if hasattr(choice, key)
+        }
+        for name, choice in by_name.items()
+    }
+    assert shown["TokenSigma"] == {"bound": 3.0} and shown["GrowingCap"] == {"scale": 2.0}
+    assert (
+        shown["Anchored"] == {"beta": 0.5} and shown["Huber"] == {"width": 0.5} and shown["Entropy"] == {"least": 0.01}
+    )
+    line = objective(config.correction, config.loss)
+    assert "1[|log(pi_old/mu)| <= 3 std_y(log(pi_old/mu))]" in line
+    assert "sg(min(pi_old/mu sqrt(prod_<t(pi_old/mu)), exp(2 sqrt(t)))) * (pi_theta/pi_old - 0.5 log" in line
+    assert line.endswith("* A / (N_sequences * sqrt(|y|))")
+
+
+def test_config_yaml_and_a_recipe_give_the_same_config(here: Path) -> None:
+    config = config_of(*ALL)
+    again = here / "config.yaml"
+    again.write_text(config_document(config), "utf-8")
+    found = resolve(again, ["run.dir=x"], own_dir=None, multirun=False)
+    assert not found.problems and found.runs[0].config is not None
+    assert not changed_keys(flat_config(config), found.runs[0].config)
+    assert choices(found.runs[0].config) == choices(config)
+    named = own_recipe(
+        here, "defaults: [/arithmetic_grpo, override /loss: anchored.py:Anchored, _self_]\nloss: {beta: 0.25}\n"
+    )
+    [run] = resolve(named, [], own_dir=None, multirun=False).runs
+    assert run.config is not None and run.config.loss.beta == 0.25, run.problems  # type: ignore[attr-defined]
+    assert not resolve(named, ["loss=cispo"], own_dir=None, multirun=False).problems, "beta went with its loss"
+
+
+def test_a_choice_in_another_directory_is_found_by_its_path(
+    here: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("further")
+    write_files(elsewhere)
+    for path in (f"{elsewhere}/anchored.py", f"../{elsewhere.name}/anchored.py"):
+        assert config_of(f"loss={path}:Anchored", "loss.beta=0.3").loss.beta == 0.3  # type: ignore[attr-defined]
+
+
+def test_other_processes_run_the_file_for_themselves_and_refuse_a_changed_one(here: Path) -> None:
+    config = config_of(*ALL)
+    saved = pickle.dumps(config)
+    (here / "config.pickle").write_bytes(saved)
+    code = (
+        "import pickle; loss = pickle.load(open('config.pickle', 'rb')).loss; "
+        "print(loss.beta, loss.source, loss.text(ratio='r'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "0.5 anchored.py:Anchored (r - 0.5 log(pi_theta/mu)^2 / (2 A))\n", done.stderr
+    assert class_files(config)[str(here / "sigma.py")] == code_digest("sigma.py")
+    (here / "sigma.py").write_text((here / "sigma.py").read_text() + "# edited\n")
+    with pytest.raises(ValueError, match=r"sigma\.py is not as it was when the config was read"):
+        pickle.loads(saved)
+
+
+def test_a_file_that_was_edited_is_run_again(here: Path) -> None:
+    assert config_of("loss=anchored.py:Anchored").loss.beta == 0.1  # type: ignore[attr-defined]
+    (here / "anchored.py").write_text((here / "anchored.py").read_text().replace("ruled(0.1,", "ruled(0.75,"))
+    assert config_of("loss=anchored.py:Anchored").loss.beta == 0.75  # type: ignore[attr-defined]
+
+
+BAD = """
+from dataclasses import dataclass
+from algorithms.config import CustomLoss
+class Bare(CustomLoss):
+    beta: float = 1.0
+"""
+REFUSED = {  # R: correction.reject.custom
+    "R=[{use: sigma.py:TokenSigma, bond: 3}]": ("R[0].bond", "is not a key"),
+    "R=[{use: sigma.py:TokenSigma, bound: 0}]": ("R[0].bound", "must be > 0"),
+    "R=[{use: sigma.py:TokenSigma, bound: much}]": ("R[0].bound", "must be a number"),
+    "R=[sigma.py:TokenSigma, sigma.py:TokenSigma]": ("R", "TokenSigma is there twice"),
+    "R=sigma.py:TokenSigma": ("R", "must be a list"),
+    "R=[veto]": ("R[0]", "CustomCriterion of yours"),
+    "R=[huber.py:Huber]": ("R[0]", "must name a subclass of CustomCriterion"),
+    "R=[sigma.py:Sigma]": ("R[0]", "which has TokenSigma"),
+    "advantage.estimator=nosuch.py:MaxRL": ("advantage.estimator", "must name an existing file"),
+    "advantage.estimator=maxrl.py:MaxRL batch.group_size=1": ("batch.group_size", "must be >= 2"),
+    "advantage.estimator=maxrl": ("advantage.estimator", "or a CustomEstimator of yours"),
+    "loss=bad.py:Bare": ("loss", "must name a dataclass"),
+    "loss=broken.py:Loss": ("loss", "broken.py:2: ZeroDivisionError"),
+    "loss=sigma.py:TokenSigma": ("loss", "must name a subclass of CustomLoss"),
+    "loss=anchored.py:Anchored loss.clip_low=0.1": ("loss.clip_low", "is not a key of loss=anchored.py:Anchored"),
+    "loss=anchored.py:Anchored loss.beta=-1": ("loss.beta", "must be >= 0"),
+    "model=sigma.py:TokenSigma": ("model", "must be one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_wrong_is_said_before_anything_starts(words: str, here: Path) -> None:
+    (here / "bad.py").write_text(BAD)
+    (here / "broken.py").write_text("import math\n1 / 0\n")
+    key, rule = REFUSED[words]
+    words, key = (re.sub(r"^R\b", "correction.reject.custom", text) for text in (words, key))
+    list_of_words = words.replace(", ", ",").split(" ") if "[" not in words else [words]
+    base = ["correction=custom"] if words.startswith("correction") else []
+    found = messages(*base, *list_of_words)
+    assert any(line.startswith(f"{key} ") and rule in line for line in found), found
+
+
+def test_a_user_correction_stands_in_a_study_and_in_a_replay(here: Path) -> None:
+    assert StudyConfig(modes=["tis", "gentle.py:GentleTIS"]).modes
+    assert not name_problems(["gentle.py:GentleTIS"])
+    assert "subclass of CustomCorrection" in str(name_problems(["sigma.py:TokenSigma"])[0])
+    modes, refused = chosen_modes(config_of(), ["gentle.py:GentleTIS"], optimizer_steps=1, has_old_logprobs=True)
+    assert [mode.name for mode in modes] == ["run", "gentle.py:GentleTIS"] and not refused
+    spec = modes[1].config.correction.spec()
+    assert isinstance(spec, CorrectionSpec) and spec.weight is not None and spec.weight.high == 1.2
+
+
+def test_a_filter_decides_instead_of_correct_or_not(here: Path) -> None:
+    config = config_of("collect.filter={use: middling.py:Middling, low: 0.3}", name="arithmetic_dapo")
+    assert isinstance(config.collect, DynamicCollectConfig) and config.collect.filter is not None
+    assert config.collect.filter.low == 0.3  # type: ignore[attr-defined]
+    assert config_of("collect.filter=null", name="arithmetic_dapo").collect.filter is None  # type: ignore[attr-defined]
+
+
+@dataclass(kw_only=True)
+class Noted(CustomSink):
+    """Keeps what it gets; `step` 2 fails, `hangs` waits for ever."""
+
+    hangs: bool = False
+
+    def __post_init__(self) -> None:
+        self.seen: list[object] = []
+        self.free = threading.Event()
+
+    def start(self, run_dir: Path, config: Mapping[str, object], *, last_step: int | None) -> None:
+        self.seen.append((run_dir.name, last_step))
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self.hangs:
+            self.free.wait()
+        if step == 2:
+            raise OSError("the server is away")
+        self.seen.append(dict(numbers))
+
+    def close(self, status: str) -> None:
+        self.seen.append(status)
+
+
+def test_a_sink_gets_every_row_and_its_failures_are_counted(tmp_path: Path) -> None:
+    sink = Noted()
+    thread = SinkThread(sink, tmp_path, {}, last_step=4)
+    for step in (1, 2, 3):
+        thread.put("log", step, {"k3": float(step)})
+    assert thread.close("completed") == 1
+    assert sink.seen == [(tmp_path.name, 4), {"k3": 1.0}, {"k3": 3.0}, "completed"]
+
+
+def test_a_sink_that_hangs_holds_up_neither_a_step_nor_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_thread, "CLOSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(sink_thread, "MOST_WAITING", 4)
+    sink = Noted(hangs=True)
+    thread = SinkThread(sink, tmp_path, {}, last_step=None)
+    begun = time.monotonic()
+    for step in range(9):
+        thread.put("log", step, {})
+    assert thread.close("failed") >= 4
+    assert time.monotonic() - begun < 5.0
+    sink.free.set()
