@@ -1,8 +1,9 @@
 """Whether failures are the fault of the items, or of a server that the function asks and that is away.
 
-OUTAGE_CALLS items fail without a success in between: an outage is suspected. From then on one call is tried at a time,
-by turns a new item, which no cache of the function can answer, and one whose call has succeeded before, since all new
-ones may be bad. If one of each has failed the outage is proven, and told. The first success ends it.
+OUTAGE_CALLS items fail without a success in between, or one item twice up to its last try: an outage is suspected. From
+then on one call is tried at a time, by turns a new item, which no cache of the function can answer, and one whose call
+has succeeded before, since all new ones may be bad. If one of each has failed the outage is proven, and told. The first
+success ends it.
 """
 
 from __future__ import annotations
@@ -66,16 +67,21 @@ class Outage:
         """A call is made."""
         self._is_probing = self.is_on
 
-    def note_failure(self, key: int, message: str, *, proven: bool) -> bool:
-        """A call for the item `key` has failed -> True in an outage. `proven`: the item is the cause."""
+    def note_failure(self, key: int, message: str, *, proven: bool, is_last: bool) -> bool:
+        """A call for the item `key` has failed -> True in an outage.
+
+        `proven`: the item is the cause. `is_last`: the item would be given up now.
+        """
+        # At the end of a step too few items are left to fail: the one that succeeds shows whose fault this is.
+        shows = is_last and not proven and key in self._failed and self.known is not None
         self._last_failure = message
         if not proven:
             self._failed.add(key)
         now = time.monotonic()
         if self._since is None:
-            if not self.config.outage_wait_s or len(self._failed) < OUTAGE_CALLS:
+            if not self.config.outage_wait_s or not (shows or len(self._failed) >= OUTAGE_CALLS):
                 return False
-            self._since, self._probe_at, self._probes = now, now, 0
+            self._since, self._probe_at, self._probes = now, now, int(shows)
         elif self._is_probing:
             was_proven, self._is_probing = self._is_proven, False
             self._probes += 1

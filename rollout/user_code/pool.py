@@ -425,7 +425,9 @@ class _Core:
         if not self.has_told:
             logger.warning("%s: a call failed: %s. Metrics count such calls", self._name, message)
             self.has_told = True
-        if self.outage.note_failure(task.key, message, proven=proven):
+        # Once only: after a try more, which a call that succeeded came before, the failure is its own.
+        is_last = task.tries == self.config.max_tries
+        if self.outage.note_failure(task.key, message, proven=proven, is_last=is_last):
             self._repeat(task, failure, message, pause_s=0.0)
         elif task.tries < self.config.max_tries:
             pause_s = min(self.config.retry_pause_s * 2.0 ** (task.tries - 1), MAX_PAUSE_S)

@@ -365,6 +365,42 @@ def test_an_outage_that_begins_with_single_failures_loses_nothing(pool_of, tmp_p
     assert {event.outcome.failure for event in events if isinstance(event, Ended)} == {None}
 
 
+@pytest.mark.scenario(41)
+def test_the_last_responses_of_a_step_wait_for_their_server(pool_of, tmp_path, caplog):
+    """Too few are left to fail as often as an outage asks for: the call known to succeed shows that there is one."""
+    away = tmp_path / "away"
+    pool = pool_of(JUDGE.replace("AWAY", repr(str(away))), max_tries=3, retry_pause_s=0.1, outage_wait_s=60.0)
+    assert scores(pool, ["a"] * 4) == [1.0] * 4
+    away.touch()
+    submit(pool, ["a", "b"])
+    end = time.monotonic() + 3.0
+    events = []
+    while time.monotonic() < end:
+        events += pool.poll(0.1)
+    assert not [event for event in events if isinstance(event, Ended)]
+    assert caplog.text.count("every call fails, the last with ConnectionError: away") == 1
+    away.unlink()
+    events = events_until_ended(pool, 2)[0]
+    assert {event.outcome.failure for event in events if isinstance(event, Ended)} == {None}
+
+
+@pytest.mark.parametrize("head", ["", "async "])
+def test_the_last_response_of_a_step_fails_by_itself_where_others_succeed(pool_of, tmp_path, caplog, head):
+    calls = tmp_path / "calls"
+    pool = pool_of(
+        f"""
+        {head}def reward(response):
+            open({str(calls)!r}, "a").write(response + " ")
+            return float(response)
+        """,
+        max_tries=3, retry_pause_s=0.1, outage_wait_s=60.0,
+    )  # fmt: skip
+    begin = time.monotonic()
+    assert [each.failure for each in outcomes(pool, ["1", "bad"])] == [None, Failure.error]
+    assert calls.read_text() == "1 bad bad bad 1 bad ", "one that succeeds, and one try more"
+    assert time.monotonic() - begin < 30 and "every call fails" not in caplog.text
+
+
 def test_a_file_that_is_edited_between_two_workers_is_told(pool_of, tmp_path, caplog):
     beside = tmp_path / "beside.py"
     beside.write_text("VALUE = 1.0\n")
