@@ -374,6 +374,27 @@ def test_resume_refuses_what_makes_no_sense(
     assert files_of(tmp_path / "run") == before
 
 
+def test_a_path_of_another_working_directory_is_told_with_the_way_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, other = tmp_path / "first", tmp_path / "other"
+    first.mkdir()
+    other.mkdir()
+    (first / "judge.py").write_text("def score(response):\n    return 1.0\n")
+    monkeypatch.chdir(first)
+    recorded_run(tmp_path / "run", "reward.function=judge.py:score", "run.num_steps=300", steps=1)
+    monkeypatch.chdir(other)
+    words = ["resume", str(tmp_path / "run"), "--dry-run"]
+    assert parity(words) == 2
+    told = capsys.readouterr().err
+    assert str(other / "judge.py") in told and f"in {first}, which has judge.py" in told
+    assert parity([*words, "reward.function=nowhere.py:score"]) == 2
+    assert str(first) not in capsys.readouterr().err, "there it is missing too"
+    assert parity([*words, f"reward.function={first}/judge.py:score"]) == 0
+    monkeypatch.chdir(first)
+    assert parity(words) == 0
+
+
 def test_resume_asks_again_for_what_was_redacted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     recorded_run(run_dir, steps=1)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from trainer.rundir.run_dir import (
     first_start,
     has_checkpoint,
     is_run,
+    last_start_place,
     logged_step,
     runs_inside,
 )
@@ -95,7 +97,7 @@ def resolve_start(
 ) -> tuple[Resolution, list[Problem]]:
     """(all runs that the arguments ask for, all problems of starting them); an earlier run gives the directory.
 
-    If `shown_as` is given, problems name this file instead of `recipe`.
+    If `shown_as` is given, the config.yaml of a run, problems name this file instead of `recipe`.
     """
     from trainer.start.checks import start_problems
 
@@ -105,8 +107,20 @@ def resolve_start(
     if earlier is not None:
         resolution = resolve(recipe, (*words, directory_override(earlier)), own_dir=own_dir, multirun=multirun)
     problems = [*resolution.problems, *start_problems(resolution)]
-    name = str(shown_as or recipe)
-    return resolution, [replace(problem, key=problem.key.replace(str(recipe), name)) for problem in problems]
+    if shown_as is not None:
+        named = [replace(problem, key=problem.key.replace(str(recipe), str(shown_as))) for problem in problems]
+        problems = [_with_place(problem, last_start_place(shown_as.parent)) for problem in named]
+    return resolution, problems
+
+
+def _with_place(problem: Problem, place: Path | None) -> Problem:
+    """The problem of a relative path, with the way to it if it leads to something from `place`, and here to nothing."""
+    path = Path(str(problem.value).rpartition(":")[0] or str(problem.value))  # of path.py:function too
+    # os.path: a value that no path can have exists nowhere.
+    if place is None or path.is_absolute() or os.path.exists(path) or not os.path.exists(place / path):
+        return problem
+    way = f"The run was in {place}, which has {path}: resume it from there, or give {problem.key} the whole path."
+    return replace(problem, remedy=f"{problem.remedy} {way}".strip())
 
 
 def earlier_run(resolution: Resolution) -> Path | None:

@@ -68,6 +68,7 @@ def environment_record(argv: Sequence[str]) -> dict[str, object]:
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": redact_argv(argv),
+        "working_directory": str(Path.cwd()),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "git": _git_state(Path(__file__).resolve().parents[2]),

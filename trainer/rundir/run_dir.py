@@ -114,10 +114,20 @@ def runs_inside(directory: Path) -> str:
 
 def first_start(directory: Path) -> str | None:
     """When the first process of the run in `directory` began, as environment.json says; None if it does not say it."""
+    return _recorded(directory, "first_started_at") or _recorded(directory, "started_at")
+
+
+def last_start_place(directory: Path) -> Path | None:
+    """Working directory of the last process of the run in `directory`: relative paths of its config begin there."""
+    place = _recorded(directory, "working_directory")
+    return None if place is None else Path(place)
+
+
+def _recorded(directory: Path, key: str) -> str | None:
+    """A text of environment.json; None if the file does not have it."""
     try:
-        record = json.loads((directory / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
-        return str(record.get("first_started_at") or record["started_at"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return str(json.loads((directory / ENVIRONMENT_FILE).read_text(encoding="utf-8"))[key])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
