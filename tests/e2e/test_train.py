@@ -23,6 +23,7 @@ from rollout.engine import EngineError
 from rollout.group.actor_calls import WorkerError
 from trainer.api import open_run
 from trainer.cli.commands import run
+from trainer.ending.time_limit import TimeLimit
 from trainer.policy.step import TOKEN_SAMPLES
 from trainer.run.evaluation import evaluate_model, evaluation_metrics
 from trainer.run.loop import train
@@ -130,14 +131,21 @@ def assert_reproduced(run_dir: Path, rows: list[dict[str, Any]], *, num_ranks: i
 
 @pytest.mark.slow
 def test_the_evaluation_before_training_is_written_like_every_other(
-    tmp_path: Path, local_ray: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, local_ray: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expected_s, after = [], TimeLimit.after
+    monkeypatch.setattr(
+        TimeLimit, "after", lambda *args, step_s: expected_s.append(step_s) or after(*args, step_s=step_s)
+    )
     words = ("run.num_steps=3", "eval.every=2", "rollout=torch", ONE_RANK, f"run.dir={tmp_path / 'run'}")
     report = train(compose("arithmetic_grpo", *QUICK, *SMALL, *words)).report_path
     rows = open_run(tmp_path / "run").metrics()
     assert column(rows, "step") == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 3]
     assert [row["eval/policy_version"] for row in rows if "eval/accuracy" in row] == [0, 2, 3]
+    assert [row["step"] for row in rows if "time/eval_s" in row] == [2, 3], "no time of step 1"
+    assert expected_s[0] > rows[1]["time/step_s"], "but the time limit must leave room for the next evaluation"
+    assert expected_s[1:] == column(rows[2:], "time/step_s")
     places = [line.partition(" | ")[0] for line in capsys.readouterr().err.splitlines()]
     told = [place for place in places if place.startswith(("held-out", "step "))]
     assert told[:2] == ["held-out before step 1", "step 1/3"]

@@ -235,9 +235,10 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
     config, policy, engines, collector = run.config, run.policy, run.engines, run.collector
     log = step_log(run, is_resumed=done > 0)
     schedule = RolloutSchedule(config.schedule, collector, num_steps=config.run.num_steps)
-    run.termination.step = done
+    run.termination.step, evaluated_s = done, 0.0
     if evaluates_first:
         evaluate_before_step(run, log, done + 1)
+        evaluated_s = log.begin_anew()
     else:
         run.tracker.console.training()
     profiler = Profiler(config.run, policy, engines)
@@ -262,7 +263,9 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
         more = synced | evaluation | episode_metrics(run.sampler) | run.cluster.metrics() | profiler.metrics()
         step_s = log.write(step, collected, batch, report, more, reward_s=collector.take_reward_s())
         with log.phase("checkpoint"):
-            run.ending.conclude(step, step_s=step_s)
+            # The time limit must leave room for an evaluation, which no step has shown yet.
+            run.ending.conclude(step, step_s=step_s + evaluated_s)
+        evaluated_s = 0.0
 
 
 def step_log(run: Run, *, is_resumed: bool) -> StepLog:

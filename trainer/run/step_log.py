@@ -58,9 +58,11 @@ class StepLog:
         """The phases since the end of the last step."""
         return self._timer.spans
 
-    def begin_anew(self) -> None:
-        """Let the seconds of the next step begin now: what was done since the last one belongs to no step."""
+    def begin_anew(self) -> float:
+        """Let the seconds of the next step begin now -> those since the last step, which belong to no step."""
+        passed_s = self._timer.lap()["time/step_s"] or 0.0
         self._timer = StepTimer()
+        return passed_s
 
     @property
     def sequence_cost(self) -> SequenceCost:
