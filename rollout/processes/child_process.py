@@ -202,8 +202,13 @@ def child_environment() -> dict[str, str]:
 
     It is no wall: code of the user reads the files of the user too.
     """
-    allowed = {"PWD", "OLDPWD", *os.environ.get(ENVIRONMENT_NAMES, "").split(",")}
+    allowed = {"PWD", "OLDPWD", *named_secrets()}
     return {name: value for name, value in os.environ.items() if name in allowed or not is_secret_name(name)}
+
+
+def named_secrets() -> list[str]:
+    """The names in ENVIRONMENT_NAMES."""
+    return [name.strip() for name in os.environ.get(ENVIRONMENT_NAMES, "").split(",") if name.strip()]
 
 
 def with_remedy(failure: str) -> str:

@@ -198,7 +198,7 @@ def test_secrets_are_not_in_the_environment_of_a_worker(pool_of, monkeypatch):
     assert dict(zip(names, scores(pool_of(source), names), strict=True)) == {
         **dict.fromkeys(planted, 0.0), "PARITY_TEST_PLAIN": 1.0, "PATH": 1.0, "HOME": 1.0,
     }  # fmt: skip
-    monkeypatch.setenv(ENVIRONMENT_NAMES, "OTHER,JUDGE_API_KEY")
+    monkeypatch.setenv(ENVIRONMENT_NAMES, "OTHER, JUDGE_API_KEY")
     assert scores(pool_of(source), ["JUDGE_API_KEY", "HF_TOKEN"]) == [1.0, 0.0]
 
 

@@ -15,7 +15,7 @@ from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.config.paths import recipe_dir
 from trainer.limits.machine import Machine
 from trainer.models.directory import find_model
-from trainer.start.checks import wandb_mode_problem
+from trainer.start.checks import variable_problems, wandb_mode_problem
 from trainer.start.task_check import _machine_problems
 
 
@@ -31,6 +31,20 @@ def test_a_mode_that_wandb_refuses_is_told_before_a_run(monkeypatch: pytest.Monk
     for good in ("offline", ""):
         monkeypatch.setenv("WANDB_MODE", good)
         assert wandb_mode_problem([make_config(Path("model"))]) is None
+
+
+def test_a_secret_that_is_named_and_not_set_is_told_before_a_function_misses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, own = make_config(Path("model")), make_config(Path("model"))
+    own.reward.function = "judge.py:score"
+    monkeypatch.setenv("PARITY_CHILD_ENV", "SET_KEY, OTHER_KEY,")
+    monkeypatch.setenv("SET_KEY", "x")
+    [problem] = variable_problems([config, own])
+    assert problem.key == "$PARITY_CHILD_ENV" and "set, and not OTHER_KEY, got" in str(problem)
+    assert not [*variable_problems([config])], "no function of the user's own reads them"
+    monkeypatch.setenv("OTHER_KEY", "")
+    assert not [*variable_problems([own])]
 
 
 def test_too_many_workers_are_told_by_the_key_that_asks_for_most() -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from algorithms.config import ConfigError, Problem
 from algorithms.config.home import from_home
 from rollout.config import SGLANG_REMEDY, SGLangConfig
+from rollout.processes.child_process import ENVIRONMENT_NAMES, named_secrets
+from rollout.processes.custom_code import is_custom
 from rollout.sglang.cuda_host import engine_lacks, rank_lacks, torch_lacks
 from trainer.compose.compose import Resolution
 from trainer.config.outputs import WANDB_RUN_ID, WandbMode
@@ -100,7 +102,13 @@ def wandb_mode_problem(configs: Sequence[TrainConfig]) -> Problem | None:
 
 
 def variable_problems(configs: Sequence[TrainConfig]) -> Iterator[Problem]:
-    """Yield the problems of the files and directories that the environment names, each if a run uses it."""
+    """Yield the problems of what the environment names, files, directories and variables, each if a run uses it."""
+    unset = ", ".join(name for name in named_secrets() if name not in os.environ)
+    functions = [function for config in configs for function in (config.reward.function, config.episode.function)]
+    if unset and any(function and is_custom(function) for function in functions):
+        remedy = f"Set {unset}, with export, or leave it out."
+        rule, given = f"must name variables that are set, and not {unset}", os.environ[ENVIRONMENT_NAMES]
+        yield Problem(key=f"${ENVIRONMENT_NAMES}", rule=rule, value=given, remedy=remedy)
     wandb = any(config.tracking.wandb is not WandbMode.disabled for config in configs)
     own_ray = any(config.cluster.address is None for config in configs)
     for name, is_used in (("RAY_TMPDIR", own_ray), ("WANDB_DIR", wandb), ("NETRC", wandb)):
