@@ -92,6 +92,7 @@ def test_settings_that_a_resume_changed_are_told_with_their_steps() -> None:
     assert changes(run) == [
         ("correction", "mis until step 9, then tis"),
         ("optim.lr", "0.001 until step 20, then 0.0005"),
+        ("run.num_steps", "1000 until step 20, then 2000"),
     ]
     assert "correction mis until step 9, then tis" in facts(run)
     other = make_run([], config=settings("tis", 0.0005, cap=2.0))

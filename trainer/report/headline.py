@@ -12,8 +12,6 @@ from trainer.report.data import RunData, at, flat_config, is_number, plain, sett
 from trainer.text.plain import size
 
 MAIN_PHASES = ("rollout", "train", "sync")
-_LENGTH_KEYS = frozenset({"run.num_steps", "run.max_hours"})
-"""Keys that say how long a run goes on: another value changes nothing in the steps before."""
 
 
 class Tile(NamedTuple):
@@ -118,7 +116,7 @@ def changes(run: RunData) -> list[tuple[str, str]]:
     Keys of another group member came and went with the choice of the member and are left out.
     """
     kept = set.intersection(*(set(settings(config)) for config in (run.config, *(config for _, config in run.earlier))))
-    return [(key, text) for key, text in _histories(run) if key in kept and key not in _LENGTH_KEYS]
+    return [(key, text) for key, text in _histories(run) if key in kept]
 
 
 def _histories(run: RunData) -> Iterator[tuple[str, str]]:
