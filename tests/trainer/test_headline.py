@@ -13,11 +13,11 @@ from trainer.report.phases import phases, speeds
 def test_headline_numbers() -> None:
     rows = [
         {"step": 0, "eval/accuracy": 0.4, "eval/policy_version": 0},
-        {"step": 1, "reward/mean": 0.25, "mismatch/k3": 2e-6, "mismatch/k3_floor": 1e-6, "time/step_s": 3.0,
-         "time/rollout_s": 1.5, "sync/gb_per_s": 0.5},
+        {"step": 1, "reward/mean": 0.25, "mismatch/k3": 2e-6, "mismatch/k3_floor": 1e-6, "time/step_s": 6.0,
+         "time/rollout_s": 1.5, "time/reward_s": 4.0, "time/log_s": 0.1, "time/sync_s": 0.0, "sync/gb_per_s": 0.5},
         {"step": 2, "reward/mean": 0.5, "mismatch/k3": 4e-6, "mismatch/k3_floor": None, "time/step_s": 2.0,
-         "time/rollout_s": 1.0},
-        {"step": 3, "reward/mean": 0.75, "mismatch/k3": 9e-6, "time/step_s": 1.0, "time/rollout_s": 0.5,
+         "time/rollout_s": 1.0, "time/train_s": 0.4},
+        {"step": 3, "reward/mean": 0.75, "mismatch/k3": 9e-6, "time/step_s": 2.0, "time/rollout_s": 0.5,
          "eval/accuracy": 0.9, "eval/policy_version": 3},
     ]  # fmt: skip
     shown = {tile.label: (tile.before, tile.value, tile.detail) for tile in tiles(make_run(rows))}
@@ -25,7 +25,7 @@ def test_headline_numbers() -> None:
         "Held-out, greedy": ("40.0 %", "90.0 %", "+50.0 points"),
         "Reward": ("0.25", "0.75", "+0.5, first to last step"),
         "Mismatch K3": ("", "4.00e-06", "median, rounding floor 1.00e-06"),
-        "Time per step": ("", "2 s", "median, rollout 50 %"),
+        "Time per step": ("", "2 s", "median, reward 40 %, rollout 30 %, train 4 %"),
     }
     assert [tile.value for tile in speeds(make_run(rows))] == ["0.5 GB/s"], "not a headline: an engineer looks for it"
     assert [row["step"] for row in evaluation_rows(rows)] == [0, 3]

@@ -9,9 +9,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from trainer.report.data import RunData, at, flat_config, is_number, plain, settings, show
+from trainer.report.sections import PHASES
 from trainer.text.plain import size
-
-MAIN_PHASES = ("rollout", "train", "sync")
 
 
 class Tile(NamedTuple):
@@ -57,12 +56,10 @@ def _medians(run: RunData) -> Iterator[Tile]:
         yield Tile("Mismatch K3", median(run, "mismatch/k3", "exponent"), f"median{floor}{_cause(run)}")
     if run.has("time/step_s"):
         total = sum(run.values("time/step_s")) or 1.0
-        shares = [
-            f", {name} {100 * sum(run.values(f'time/{name}_s')) / total:.0f} %"
-            for name in MAIN_PHASES
-            if run.has(f"time/{name}_s")
-        ]
-        yield Tile("Time per step", f"{median(run, 'time/step_s')} s", f"median{''.join(shares)}")
+        seconds = {name: sum(run.values(f"time/{name}_s")) for name in PHASES}
+        largest = sorted(filter(seconds.__getitem__, PHASES), key=lambda name: -seconds[name])[:3]
+        shares = "".join(f", {name} {100 * seconds[name] / total:.0f} %" for name in largest)
+        yield Tile("Time per step", f"{median(run, 'time/step_s')} s", f"median{shares}")
 
 
 _OLDER = re.compile(r"mismatch/by_lag/[1-9]\d*/k3")

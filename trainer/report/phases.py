@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from trainer.report.data import RunData, show
-from trainer.report.headline import MAIN_PHASES, Tile, median
+from trainer.report.headline import Tile, median
 from trainer.report.sections import PHASES
 from trainer.tracking.operations import IDLE, KINDS, OTHER, Operations
 
@@ -35,7 +35,7 @@ def speeds(run: RunData) -> Iterator[Tile]:
     if run.has("perf/step_floor_frac"):
         parts = [
             f", {name} {median(run, f'time/{name}_s')} s at {median(run, f'perf/{name}_floor_frac', 'percent')}"
-            for name in MAIN_PHASES
+            for name in PHASES
             if run.has(f"time/{name}_s") and run.has(f"perf/{name}_floor_frac")
         ]
         mfu = median(run, "perf/mfu", "percent", before=", MFU of the measured rate ")
