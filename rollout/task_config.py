@@ -72,8 +72,8 @@ class RewardConfig(CallsConfig):
         if ":" not in self.function:  # path/to/file.py:name
             return ""
         return (
-            f"a number counts as correct from reward.correct={self.correct:g} on, a dict by its own 'correct'. If some "
-            "should be correct, lower reward.correct, or return a dict with 'correct'."
+            f"a number counts as correct from reward.correct={self.correct:g} on, a dict with 'correct' by that alone. "
+            "If some should be correct, let 'correct' be true for them, or, without 'correct', lower reward.correct."
         )
 
     def conflicts(self) -> Iterator[Problem]:

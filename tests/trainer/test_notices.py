@@ -40,6 +40,7 @@ def test_partial_credit_below_the_threshold_is_told_once() -> None:
         "the rewards of this step differ (0 to 0.8), but none of its responses is correct: a number "
     )
     assert "from reward.correct=1 on" in text and "accuracy is 0" not in text
+    assert "without 'correct', lower" in text, "a function that returns 'correct' is not helped by a lower number"
     assert told(OWN, [PARTIAL | {"reward/generated_accuracy": 0.01}, PARTIAL]) == [], "some response was correct"
     assert Notices(OWN, is_resumed=True).observe(3, PARTIAL) == []
     assert told(GRPO, [PARTIAL]) == [], (
