@@ -81,3 +81,15 @@ def test_each_way_in_which_a_reward_fails_on_responses_is_told_once() -> None:
         "calls of the reward function failed in this step: 13 took longer than reward.timeout_s; 1 raised, or gave no "
         "number. Every step counts them in reward/timeouts, reward/errors"
     )
+
+
+def test_calls_that_hang_explain_each_step_that_they_make_slow() -> None:
+    hung = PARTIAL | {"reward/generated_accuracy": 0.5, "reward/timeouts": 1.0, "time/step_s": 40.0}
+    slow, quick = hung | {"time/reward_s": 31.0}, hung | {"time/reward_s": 1.0}
+    waits = slow | {"reward/timeouts": 0.0}
+    found = told(OWN, [quick, quick, slow, waits, slow])
+    assert [(step, severity) for step, severity, _ in found] == [
+        (1, Severity.warn), (3, Severity.info), (5, Severity.info),
+    ]  # fmt: skip
+    assert "31 s of its 40 s" in found[1][2] and "1 took longer than reward.timeout_s" in found[1][2]
+    assert "of its" not in found[0][2]

@@ -1,5 +1,5 @@
 """What a run says once: that the reward function fails on responses, that no response counts as correct, that there is
-nothing to learn from, or that rollout.exact does not hold.
+nothing to learn from, or that rollout.exact does not hold. Calls that hang are told in each step that they make slow.
 
 Rows of metrics -> events, for `trainer/run/loop.py`.
 """
@@ -35,7 +35,7 @@ _FAILURES = {
 
 
 class Notices:
-    """Reads the metrics of every step; says each thing, and each kind of failure, at most once."""
+    """Reads the metrics of every step; says each thing, and each kind of failure that makes no step slow, once."""
 
     def __init__(self, config: TrainConfig, *, is_resumed: bool = False) -> None:
         """A resumed run does not say again what it said about correct responses."""
@@ -53,12 +53,17 @@ class Notices:
         rewards = f"{low:.3g} to {high:.3g}"
         found: list[Event] = []
         failures = {name: int(number) for name in _FAILURES if (number := row.get(name))}
-        if failures.keys() - self._told_failures:
+        is_new = bool(failures.keys() - self._told_failures)
+        waited_s, step_s = row.get("time/reward_s") or 0.0, row.get("time/step_s") or 0.0
+        is_slow = "reward/timeouts" in failures and waited_s > step_s / 2
+        if is_new or is_slow:  # calls that hang explain each step that they make slow; W&B has one alert of them
             self._told_failures |= failures.keys()
             said = "; ".join(f"{number} {_FAILURES[name]}" for name, number in failures.items())
             text = f"calls of the reward function failed in this step: {said}. Every step counts them in "
             text += ", ".join(failures)
-            found.append(Event(step=step, kind="reward", severity=Severity.warn, text=text))
+            text += f". Waiting for rewards took {waited_s:.0f} s of its {step_s:.0f} s" * is_slow
+            severity = Severity.warn if is_new else Severity.info
+            found.append(Event(step=step, kind="reward", severity=severity, text=text))
         gap = row.get("mismatch/abs_logdiff_max")
         if self._promises_bits and gap:
             self._promises_bits = False
