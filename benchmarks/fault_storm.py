@@ -83,7 +83,11 @@ RECIPE = (
 )
 NOT_COMPARED = frozenset(
     {"rollout/engine_restarts", "rollout/redispatched", "reward/retries", "episode/restarted"}
-    | {f"{section}/{kind}" for section in ("reward", "episode") for kind in ("timeouts", "errors", "crashes")}
+    | {
+        f"{section}/{kind}"
+        for section in ("reward", "episode")
+        for kind in ("timeouts", "errors", "crashes", "outage_s")
+    }
 )
 """Metrics that count the faults themselves."""
 AWAY_S = 6.0

@@ -162,6 +162,10 @@ class EpisodeSampler:
         stats, self._stats = self._stats, EpisodeStats()
         return stats
 
+    def take_outage_s(self) -> float:
+        """See `CallPool.take_outage_s`."""
+        return self._pool.take_outage_s()
+
     def close(self) -> None:
         """End the workers; safe to call twice."""
         self._pool.close()
@@ -296,4 +300,4 @@ def episode_metrics(sampler: Sampler) -> dict[str, float | None]:
         return {}
     stats = sampler.take_stats()
     stats.warn()
-    return stats.metrics()
+    return stats.metrics() | {"episode/outage_s": sampler.take_outage_s()}

@@ -52,7 +52,7 @@ MAX_SCORE = 1e15
 """Largest magnitude of a score or a metric: the sum of a step's squares must be finite in float32."""
 RESERVED_METRICS = frozenset(
     {"mean", "std", "min", "max", "accuracy", "generated_accuracy"}
-    | {"timeouts", "crashes", "errors", "retries", "unscored", "failed"}
+    | {"timeouts", "crashes", "errors", "retries", "unscored", "outage_s", "failed"}
     | {
         "reward_mean",
         "accuracy_sampled",

@@ -202,6 +202,10 @@ class Scorer:
         stats, self._stats = self._stats, ScoreStats()
         return stats
 
+    def outage_metrics(self) -> dict[str, float | None]:
+        """reward/outage_s: `CallPool.take_outage_s`; other than `take_stats` it has the calls of evaluations too."""
+        return {"reward/outage_s": self._pool.take_outage_s()}
+
     def close(self) -> None:
         """End the workers; safe to call twice. No sample can be scored afterwards."""
         self._pool.close()

@@ -33,6 +33,8 @@ class Outage:
     """The key of its longest wait, for messages."""
     known: bytes | None = None
     """An item whose call has succeeded; None if there is none, or if a call cannot be made again."""
+    past_s: float = 0.0
+    """Seconds of the proven outages that a success has ended."""
     _last_failure: str = ""
     _failed: set[int] = field(default_factory=set)
     """Keys of the items that have failed, in whichever try, since the last success."""
@@ -97,7 +99,9 @@ class Outage:
         """A call for `item`, None if it cannot be made again, has succeeded -> True if that ends a proven outage."""
         since, ends = self._since, self.is_on and self._is_proven
         if since is not None and ends:
-            logger.warning("%s: calls succeed again after %.0f s", self.name, time.monotonic() - since)
+            lasted_s = time.monotonic() - since
+            self.past_s += lasted_s
+            logger.warning("%s: calls succeed again after %.0f s", self.name, lasted_s)
         self._failed.clear()
         self._since, self.known = None, item
         return ends

@@ -138,6 +138,7 @@ class CallPool:
         self._thread: threading.Thread | None = None
         self._found: list[Event] = []
         """Events for the next `poll`."""
+        self._taken_s = 0.0
         weakref.finalize(self, self._core.inbox.put, None)
 
     def submit(self, key: int, item: object) -> None:
@@ -179,6 +180,11 @@ class CallPool:
     def files(self) -> dict[str, str]:
         """Path of each of the user's own files that workers have loaded -> its `code_digest`."""
         return dict(self._core.files)
+
+    def take_outage_s(self) -> float:
+        """Seconds for which every call failed, of the outages that have ended since the last call."""
+        before, self._taken_s = self._taken_s, self._core.outage.past_s
+        return self._taken_s - before
 
     def close(self) -> None:
         """Kill every worker, also in the middle of a call; safe to call twice."""

@@ -146,6 +146,7 @@ def test_the_evaluation_before_training_is_written_like_every_other(
     assert [row["step"] for row in rows if "time/eval_s" in row] == [2, 3], "no time of step 1"
     assert expected_s[0] > rows[1]["time/step_s"], "but the time limit must leave room for the next evaluation"
     assert expected_s[1:] == column(rows[2:], "time/step_s")
+    assert column(rows[1:], "reward/outage_s") == [0.0] * 3
     places = [line.partition(" | ")[0] for line in capsys.readouterr().err.splitlines()]
     told = [place for place in places if place.startswith(("held-out", "step "))]
     assert told[:2] == ["held-out before step 1", "step 1/3"]

@@ -325,6 +325,7 @@ def test_calls_wait_for_a_server_that_is_away_and_none_is_lost(pool_of, tmp_path
     assert sum("every call fails, the last with ConnectionError: away" in text for text in told) == 1
     assert sum("The run waits until one succeeds, at most 60 s (reward.outage_wait_s)" in text for text in told) == 1
     assert sum("calls succeed again after" in text for text in told) == 1
+    assert 2.0 < pool.take_outage_s() < 60.0 and pool.take_outage_s() == 0.0
 
 
 @pytest.mark.parametrize("head", ["", "async "])

@@ -68,6 +68,16 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_an_outage_that_a_step_has_waited_for_is_an_event(tmp_path: Path) -> None:
+    tracker, _ = make_tracker(make_config(), tmp_path / "run")
+    with tracker:
+        for step, outage_s in ((1, 0.0), (2, 41.7)):
+            tracker.log(step, {"reward/outage_s": outage_s, "episode/outage_s": 0.0})
+    [event] = read_lines(tmp_path / "run" / "events.jsonl")
+    assert (event["step"], event["kind"], event["severity"]) == (2, "reward", "warn")
+    assert "42 s" in event["text"]
+
+
 def test_histograms_are_one_line_per_step(tmp_path: Path) -> None:
     tracker, _ = make_tracker(make_config(), tmp_path / "run")
     with tracker:

@@ -260,7 +260,8 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
             if is_evaluated(config, step):
                 evaluation = evaluate_policy(run, log, is_last=step == config.run.num_steps)
         run.ending.trained(run_state(run, step, policy_version, evaluation))
-        more = synced | evaluation | episode_metrics(run.sampler) | run.cluster.metrics() | profiler.metrics()
+        more = synced | evaluation | episode_metrics(run.sampler) | run.task.scorer.outage_metrics()
+        more |= run.cluster.metrics() | profiler.metrics()
         step_s = log.write(step, collected, batch, report, more, reward_s=collector.take_reward_s())
         with log.phase("checkpoint"):
             # The time limit must leave room for an evaluation, which no step has shown yet.

@@ -36,6 +36,8 @@ class Event:
 _TOLD_BY_ROWS = (
     ("rollout/engine_restarts", "engine", "engines lost and started again: {:.0f}; the log says why"),
     ("rollout/given_up", "engine", "requests that no engine could serve: {:.0f}; the log says why"),
+    ("reward/outage_s", "reward", "every call of the reward function failed for {:.0f} s, and the run waited"),
+    ("episode/outage_s", "episode", "every call of the rollout function failed for {:.0f} s, and the run waited"),
     ("perf/checkpoint_failures", "checkpoint", "checkpoints in a row that were not written: {:.0f}; the log says why"),
 )
 """(metric, kind, text): a value above 0 is an event."""
