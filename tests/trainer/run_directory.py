@@ -33,6 +33,7 @@ def make_run(rows: list[dict[str, Any]], **other: Any) -> RunData:
     empty: dict[str, Any] = {
         "samples": [],
         "histograms": [],
+        "events": [],
         "config": {},
         "earlier": [],
         "environment": {},

@@ -31,6 +31,7 @@ from trainer.report.phases import speeds
 from trainer.report.samples import coloured, prompt_frame, sample_tables, worst_samples
 from trainer.report.sections import SECTIONS
 from trainer.report.spec import Chart, Section
+from trainer.rundir.events import Event, Severity, events_of_row
 
 SAMPLE = {"step": 1, "prompt_id": 1, "sample_index": 0, "prompt": "p", "response": "r", "answer": "a", "k3": 1.0}
 
@@ -280,10 +281,9 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 KEYS = st.sampled_from(
-    ["step", "reward/mean", "eval/accuracy", "time/step_s", "time/train_s", "mismatch/k3", "prompt", "response",
-     "answer",
-     "prompt_id", "sample_index", "k3", "tokens", "correct", "by_probability", "by_position", "joint", "joint_edges",
-     "sync/gb_per_s", "perf/step_floor_frac", "rollout/groups_dropped/x"]
+    ["step", "kind", "text", "reward/mean", "eval/accuracy", "time/step_s", "time/train_s", "mismatch/k3", "prompt",
+     "response", "answer", "prompt_id", "sample_index", "k3", "tokens", "correct", "by_probability", "by_position",
+     "joint", "joint_edges", "sync/gb_per_s", "perf/step_floor_frac", "rollout/groups_dropped/x"]
 )  # fmt: skip
 STEPS = st.fixed_dictionaries({"step": st.integers(0, 9)})
 
@@ -296,13 +296,29 @@ def test_rows_of_any_json_have_a_page(tmp_path: Path, run_dir: Path) -> None:
     def check(pairs: list[tuple[dict[str, Any], dict[str, Any]]], other: Any) -> None:
         rows = [step | row for step, row in pairs] + [SAMPLE | row for _, row in pairs]
         rows += [histogram | row for _, row in pairs]
-        for name in ("metrics.jsonl", "samples.jsonl", "histograms.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "histograms.jsonl", "events.jsonl"):
             (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         for name in ("config.yaml", "environment.json", "accounting.json", "status.json"):
             (tmp_path / name).write_text(json.dumps({"run": other, "correction": {"cap": other}, "status": other}))
         assert write_report(tmp_path).is_file()
 
     check()
+
+
+def test_events_and_failures_of_the_reward_function_are_on_the_page(tmp_path: Path) -> None:
+    rows = [{"step": 1, "reward/timeouts": 0.0}, {"step": 2, "reward/timeouts": 3.0, "reward/outage_s": 63.0}]
+    events = [*events_of_row(2, rows[1]), Event(step=2, kind="guard", severity=Severity.warn, text=ATTACK)]
+    for name, found in (("metrics", rows), ("events", [*(event.record() for event in events), {"step": 2}])):
+        lines = [json.dumps({"reward/errors": 0.0} | row) + "\n" for row in found]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    run = load_run(tmp_path)
+    page = render(run)
+    assert "events.jsonl line 3" in page and len(run.events) == 2
+    assert "failed for 63 s" in page and "window.attacked = 1</script><img" not in page
+    assert [series.key for series in charts_of(contents([run])[0])["failures"].series] == ["reward/timeouts"]
+    quiet = replace(run, rows=run.rows[:1], events=[])
+    assert "What happened" not in render(quiet)
+    assert "failures" not in charts_of(contents([quiet])[0]) | charts_of(contents([quiet, quiet])[0])
 
 
 def test_what_all_prompts_share_is_shown_once() -> None:

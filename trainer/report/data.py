@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer.rundir.rows import read_lines
-from trainer.rundir.run_dir import HISTOGRAMS_FILE, METRICS_FILE, PROFILE, SAMPLES_FILE, STATUS_FILE, earlier_configs
+from trainer.rundir.run_dir import (
+    EVENTS_FILE,
+    HISTOGRAMS_FILE,
+    METRICS_FILE,
+    PROFILE,
+    SAMPLES_FILE,
+    STATUS_FILE,
+    earlier_configs,
+)
 from trainer.text.yaml_text import load_yaml
 from trainer.tracking.operations import Operations, load_operations
 
@@ -47,6 +55,8 @@ class RunData:
     samples: list[Row]
     histograms: list[Row]
     """histograms.jsonl: difference of the engines, one mapping per step, in the order of `step`."""
+    events: list[Row]
+    """events.jsonl: what happened beside the numbers, in the order of the file."""
     config: Row
     """config.yaml; `defaults` holds the choice of each group."""
     earlier: list[tuple[int, Row]]
@@ -95,6 +105,7 @@ def load_run(run_dir: Path) -> RunData:
         rows=rows_by_step(_read_lines(metrics, remarks)),
         samples=[_cut(row) for row in _read_lines(run_dir / SAMPLES_FILE, remarks, needed=_is_sample)],
         histograms=rows_by_step(_read_lines(run_dir / HISTOGRAMS_FILE, remarks)),
+        events=_read_lines(run_dir / EVENTS_FILE, remarks, needed=_is_event),
         config=_read_mapping(run_dir / "config.yaml", remarks),
         earlier=[(step, _read_mapping(path, remarks)) for step, path in earlier_configs(run_dir)],
         environment=_read_mapping(run_dir / "environment.json", remarks),
@@ -237,6 +248,11 @@ def _read_lines(path: Path, remarks: list[str], *, needed: Callable[[Row], bool]
 def _is_sample(row: Row) -> bool:
     """True for a row with what every sample has."""
     return has_step(row) and {"prompt_id", "sample_index"} <= row.keys() and all(key in row for key in _TEXTS)
+
+
+def _is_event(row: Row) -> bool:
+    """True for a row with what every event has."""
+    return has_step(row) and {"kind", "text"} <= row.keys()
 
 
 def _cut(sample: Row) -> Row:

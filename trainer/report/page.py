@@ -21,7 +21,7 @@ from pathlib import Path
 
 from trainer.report import headline, phases
 from trainer.report.bins import diagnosis_section, histogram_section, unreadable
-from trainer.report.data import RunData, at, load_runs
+from trainer.report.data import RunData, at, load_runs, plain
 from trainer.report.frame import render_page
 from trainer.report.present import MAX_POINTS, dash_of, present, run_tables, slot_of
 from trainer.report.samples import WORST_SAMPLES, coloured, legend, prompt_frame, sample_tables, worst_samples
@@ -31,6 +31,8 @@ from trainer.rundir.run_dir import REPORT_FILE, write_whole
 
 _LONG_TEXT = 240
 """Number of characters above which a prompt or response is folded."""
+_EVENTS = 200
+"""Maximum of events on the page."""
 _WORST_OF_EACH = 3
 """Samples with coloured tokens per run, where several runs are compared."""
 
@@ -64,6 +66,7 @@ def render(run: RunData) -> str:
         "facts": headline.facts(run),
         "changes": headline.changes(run),
         "tiles": headline.tiles(run),
+        "events": [[row["step"], plain(row["kind"]), plain(row["text"])] for row in run.events[-_EVENTS:]],
         "speeds": list(phases.speeds(run)),
         "profiles": phases.profiles(run),
         "profile_kinds": phases.PROFILE_KINDS,

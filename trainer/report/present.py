@@ -55,13 +55,14 @@ def _of_run(chart: Chart, runs: Sequence[RunData]) -> Iterator[Chart]:
 
 
 def _different(chart: Chart, runs: Sequence[RunData]) -> Sequence[Series]:
-    """The series of a chart without duplicates: with rewards of 0 and 1, mean reward and accuracy are the same."""
+    """The series of a chart that show something: with rewards of 0 and 1, mean reward and accuracy are the same."""
     pairs = {
         "reward": ("reward/mean", "reward/accuracy"),
         "heldout_reward": ("eval/reward_mean", "eval/accuracy_sampled"),
     }
     same = chart.id in pairs and all(run.values(pairs[chart.id][0]) == run.values(pairs[chart.id][1]) for run in runs)
-    return [one for one in chart.series if not (same and one.key != "reward/mean")]
+    shown = [one for one in chart.series if not (same and one.key != "reward/mean")]
+    return [one for one in shown if not chart.leaves_out_zero or any(any(run.values(one.key)) for run in runs)]
 
 
 def _further(chart: Chart, run: RunData) -> list[Series]:

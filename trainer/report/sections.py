@@ -265,6 +265,17 @@ ROLLOUTS = Section(
             each="rollout/groups_dropped/", each_label="dropped: ",
         ),
         Chart(
+            id="failures", title="Failures of the reward function", from_zero=True, leaves_out_zero=True,
+            note="Calls that failed, by kind, those that were made again included, and responses without a reward, "
+            "which teach nothing. Calls that take too long make their step slow.",
+            series=(
+                Series("reward/timeouts", "took too long", 1),
+                Series("reward/errors", "raised", 0),
+                Series("reward/crashes", "lost their process", 4),
+                Series("reward/unscored", "responses without a reward", 3),
+            ),
+        ),
+        Chart(
             id="no_spread", title="Groups whose rewards are all equal", form="percent", from_zero=True,
             note="They teach nothing where the group is the baseline (GRPO, RLOO). Near 100 %: the prompts are too "
             "hard or too easy, or the reward does not tell the answers apart.",

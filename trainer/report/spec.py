@@ -93,6 +93,8 @@ class Chart:
     wide: bool = False
     note: str = ""
     """Explanation of the chart, with the signs of a problem."""
+    leaves_out_zero: bool = False
+    """True if a series that is always 0 is left out, and the chart with the last of them."""
     each: str = ""
     """Prefix of further metrics; each metric of the run with this prefix is a line or layer."""
     each_label: str = ""
