@@ -73,12 +73,9 @@ def sample_advantages(
     mean = _group_sum(torch.where(kept, values, 0.0), group) / size.clamp(min=1)
     deviation = torch.where(size > 0, values - mean, 0.0)
     step = StepRewards(values, deviation, group, size, kept, num_tokens, epsilon)
-    advantages = estimator(step) if isinstance(estimator, CustomEstimator) else ADVANTAGES[estimator](step)
-    if advantages.shape != rewards.shape:
-        raise ValueError(
-            f"{estimator} must return one advantage per sample, {list(rewards.shape)}, got {list(advantages.shape)}"
-        )
-    return advantages.float()
+    if isinstance(estimator, CustomEstimator):
+        return estimator.fitting(estimator(step), rewards).float()
+    return ADVANTAGES[estimator](step).float()
 
 
 def grpo(step: StepRewards) -> Tensor:

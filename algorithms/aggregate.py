@@ -38,7 +38,8 @@ def token_coefficients(
     without fixed_length_tokens.
     """
     if isinstance(aggregation, CustomAggregation):
-        return aggregation(mask, cu_seqlens, num_tokens=float(num_tokens), num_sequences=float(num_sequences))
+        counts = {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences)}
+        return aggregation.fitting(aggregation(mask, cu_seqlens, **counts), mask)
     ones = mask.float()
     match aggregation:
         case Aggregation.token_mean:

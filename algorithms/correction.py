@@ -67,9 +67,11 @@ def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
     if spec.weight is not None:
         level, bound = spec.weight.level, spec.weight.bound
         log_ratio, has_weight = level(tokens) if isinstance(level, CustomLevel) else LEVELS[level](tokens)
+        if isinstance(level, CustomLevel):
+            log_ratio, has_weight = level.fitting(log_ratio, tokens.delta), level.fitting(has_weight, tokens.delta)
         rho = bounded_exp(torch.where(has_weight, log_ratio, 0.0))
         if isinstance(bound, CustomBound):
-            weight, inside = bound(rho, log_ratio, tokens)
+            weight, inside = (bound.fitting(each, rho) for each in bound(rho, log_ratio, tokens))
         else:
             weight, inside = BOUNDS[bound](rho, log_ratio, spec.weight)
         keep = keep & has_weight & inside

@@ -319,7 +319,7 @@ def policy_loss(
         rollout_logprobs=mu,
     )
     if isinstance(loss_config, CustomLoss):
-        surrogate = loss_config(tokens)
+        surrogate = Surrogate(*(loss_config.fitting(each, theta) for each in loss_config(tokens)))
     elif loss_config.surrogate in SURROGATES:
         surrogate = SURROGATES[loss_config.surrogate](tokens, loss_config)
     else:

@@ -189,7 +189,9 @@ def mismatch_stats(
     sums = _token_sums(tokens, delta, mu, prob_diff) | _sequence_sums(tokens) | _lag_sums(tokens, context)
     if correction is not None:
         sums |= _correction_sums(tokens, correction, context.rewards)
-    sums |= {metric.key: torch.where(valid, metric(tokens).double(), 0.0).sum() for metric in metrics}
+    sums |= {
+        metric.key: torch.where(valid, metric.fitting(metric(tokens), valid).double(), 0.0).sum() for metric in metrics
+    }
     criteria = () if correction is None else tuple(correction.rejected)
     own = tuple(metric.key for metric in metrics)
     return MismatchStats(

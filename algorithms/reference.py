@@ -59,7 +59,7 @@ def reference_kl(
     anchor_logprobs is None with `unbiased`.
     """
     if isinstance(estimator, CustomKLEstimator):
-        return estimator(logprobs, ref_logprobs.detach(), anchor_logprobs)
+        return estimator.fitting(estimator(logprobs, ref_logprobs.detach(), anchor_logprobs), logprobs)
     log_ratio = ref_logprobs.detach() - logprobs
     match estimator:
         case KLEstimator.k1:

@@ -27,9 +27,10 @@ def rejected_tokens(config: RejectConfig, tokens: Tokens) -> dict[str, Tensor]:
 
     Raises ValueError if a criterion needs advantages, and tokens.advantages is None.
     """
-    own = {criterion.name: criterion(tokens) for criterion in config.custom}
+    mask = tokens.response_mask
+    own = {criterion.name: criterion.fitting(criterion(tokens), mask).bool() for criterion in config.custom}
     kept = {name: CRITERIA[name](tokens, getattr(config, name)) for name in config.active() if name not in own} | own
-    return {name: tokens.response_mask & ~keeps for name, keeps in kept.items()}
+    return {name: mask & ~keeps for name, keeps in kept.items()}
 
 
 # Criteria per token -> [T] bool, True where the token is kept.

@@ -39,6 +39,13 @@ class Custom(Checked):
         shown = [*parts.values(), *(f"{name}={as_yaml(value)}" for name, value in values.items())]
         return f"{type(self).__name__}({', '.join(shown)})"
 
+    def fitting(self, values: Tensor, like: Tensor) -> Tensor:
+        """What the user's code returned, of the shape of `like`. Raises ValueError, with the name, otherwise."""
+        if getattr(values, "shape", None) != like.shape:
+            got = list(values.shape) if hasattr(values, "shape") else type(values).__name__
+            raise ValueError(f"{self.source or self.name} must return {list(like.shape)} values, got {got}")
+        return values
+
     @property
     def name(self) -> str:
         """Name of the class, as metrics and messages show it; a built-in choice has one too."""

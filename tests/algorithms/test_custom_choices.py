@@ -1,0 +1,247 @@
+"""Classes of a user where a formula is chosen: they compute what their built-in twins do; wrong shapes are named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from algorithms.advantage import sample_advantages
+from algorithms.aggregate import token_coefficients
+from algorithms.config import (
+    Aggregation,
+    Baseline,
+    Bound,
+    CustomAggregation,
+    CustomBound,
+    CustomConfig,
+    CustomCriterion,
+    CustomEstimator,
+    CustomKLEstimator,
+    CustomLevel,
+    CustomLoss,
+    CustomMetric,
+    Divisor,
+    Estimator,
+    KLEstimator,
+    Level,
+    PPOClipConfig,
+    ReferenceKLConfig,
+    RejectConfig,
+)
+from algorithms.correction import LEVELS, Correction, correct, weight_total
+from algorithms.loss import SURROGATES, Surrogate, SurrogateTokens, policy_loss
+from algorithms.mismatch import mismatch_stats
+from algorithms.reference import reference_kl, reference_kl_loss
+from algorithms.rejection import CRITERIA
+from algorithms.tokens import Tokens
+
+CU = torch.tensor([0, 4, 9, 12], dtype=torch.int32)
+MASK = torch.tensor([0, 1, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1], dtype=torch.bool)
+
+
+def tokens() -> Tokens:
+    generator = torch.Generator().manual_seed(3)
+    rollout = -torch.rand(12, generator=generator) - 0.1
+    trainer = rollout + 0.8 * torch.randn(12, generator=generator)
+    advantages = torch.randn(12, generator=generator)
+    return Tokens(
+        trainer_logprobs=trainer.clamp(max=-1e-3),
+        rollout_logprobs=rollout,
+        response_mask=MASK,
+        cu_seqlens=CU,
+        advantages=advantages,
+    )
+
+
+@dataclass(kw_only=True)
+class Sequence(CustomLevel):
+    one_per_response: ClassVar[bool] = True
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        return LEVELS[Level.sequence](tokens)
+
+
+@dataclass(kw_only=True)
+class Truncate(CustomBound):
+    high: float = 1.5
+
+    def __call__(self, rho: Tensor, log_ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        return rho.clamp(max=self.high), torch.ones_like(rho, dtype=torch.bool)
+
+
+@dataclass(kw_only=True)
+class Veto(CustomCriterion):
+    least: float = 0.7
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        return CRITERIA["veto"](tokens, self.least)
+
+
+@dataclass(kw_only=True)
+class Rloo(CustomEstimator):
+    baseline: ClassVar[Baseline] = Baseline.group
+
+    def __call__(self, step: Any) -> Tensor:
+        return step.deviation * step.size / (step.size - 1).clamp(min=1)  # type: ignore[no-any-return]
+
+
+@dataclass(kw_only=True)
+class MeanOfTokens(CustomAggregation):
+    divisor: ClassVar[Divisor] = Divisor.tokens
+
+    def __call__(self, mask: Tensor, cu_seqlens: Tensor, *, num_tokens: float, num_sequences: float) -> Tensor:
+        return mask.float() / num_tokens
+
+
+@dataclass(kw_only=True)
+class Unbiased(CustomKLEstimator):
+    reads_anchor: ClassVar[bool] = True
+
+    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, anchor_logprobs: Tensor | None) -> Tensor:
+        assert anchor_logprobs is not None
+        delta = ref_logprobs - logprobs
+        return (logprobs - anchor_logprobs).exp() * (torch.expm1(delta) - delta)
+
+
+@dataclass(kw_only=True)
+class Clip(CustomLoss):
+    def __call__(self, tokens: SurrogateTokens) -> Surrogate:
+        return SURROGATES["ppo_clip"](tokens, PPOClipConfig())
+
+
+@dataclass(kw_only=True)
+class Gap(CustomMetric):
+    def __call__(self, tokens: Tokens) -> Tensor:
+        return tokens.delta.abs()
+
+
+def same(first: Correction, second: Correction) -> bool:
+    return all(torch.equal(getattr(first, name), getattr(second, name)) for name in ("anchor", "weight", "keep"))
+
+
+def test_level_bound_and_criterion_equal_their_built_in_twins() -> None:
+    own = CustomConfig(level=Sequence(), bound=Truncate(high=1.2), reject=RejectConfig(custom=[Veto(least=0.6)])).spec()
+    twin = CustomConfig(level=Level.sequence, bound=Bound.truncate, high=1.2, reject=RejectConfig(veto=0.6)).spec()
+    applied = correct(own, tokens())
+    assert same(applied, correct(twin, tokens()))
+    assert not applied.keep[MASK].all() and applied.keep.any(), "some tokens are rejected"
+    assert torch.equal(applied.rejected["Veto"], correct(twin, tokens()).rejected["veto"])
+    totals = (weight_total(spec, correct(spec, tokens()), cu_seqlens=CU) for spec in (own, twin))
+    assert torch.equal(*totals), "one weight per response"
+
+
+def test_estimator_aggregation_and_kl_equal_their_built_in_twins() -> None:
+    rewards, groups = torch.tensor([1.0, 0, 0, 1, 1, 0.5]), torch.tensor([0, 0, 1, 1, 1, 2])
+    of = (sample_advantages(each, rewards, groups, epsilon=1e-6) for each in (Rloo(), Estimator.rloo))
+    torch.testing.assert_close(*of)
+    counts: dict[str, Any] = {"mask": MASK, "cu_seqlens": CU, "num_tokens": 9, "num_sequences": 3}
+    of = (
+        token_coefficients(each, **counts, fixed_length_tokens=None)
+        for each in (MeanOfTokens(), Aggregation.token_mean)
+    )
+    torch.testing.assert_close(*of)
+    here = tokens()
+    logprobs, reference = here.rollout.clone().requires_grad_(), here.train
+    gradients = []
+    for estimator in (Unbiased(), KLEstimator.unbiased):
+        loss = reference_kl_loss(
+            logprobs,
+            ref_logprobs=reference,
+            anchor_logprobs=here.rollout - 0.1,
+            response_mask=MASK,
+            coefficients=MASK.float(),
+            config=ReferenceKLConfig(coef=0.1, estimator=estimator),
+        )
+        gradients += torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(*gradients)
+    with pytest.raises(ValueError, match="anchor_logprobs"):
+        reference_kl_loss(
+            logprobs,
+            ref_logprobs=reference,
+            anchor_logprobs=None,
+            response_mask=MASK,
+            coefficients=MASK.float(),
+            config=ReferenceKLConfig(coef=0.1, estimator=Unbiased()),
+        )
+
+
+def loss_of(config: Any, correction: Correction) -> Tensor:
+    logprobs = tokens().train.clone().requires_grad_()
+    output = policy_loss(
+        logprobs,
+        entropy=None,
+        advantages=tokens().advantages,  # type: ignore[arg-type]
+        response_mask=MASK,
+        cu_seqlens=CU,
+        correction=correction,
+        coefficients=MASK.float(),
+        loss_config=config,
+    )
+    [gradient] = torch.autograd.grad(output.loss, logprobs)
+    return gradient
+
+
+def test_a_loss_equals_its_built_in_twin_and_sees_mu() -> None:
+    spec = CustomConfig().spec()
+    correction = correct(spec, tokens())
+    assert torch.equal(loss_of(Clip(), correction), loss_of(PPOClipConfig(), correction))
+
+    @dataclass(kw_only=True)
+    class Seen(Clip):
+        def __call__(self, tokens: SurrogateTokens) -> Surrogate:
+            assert tokens.rollout_logprobs is not None
+            expected = torch.where(MASK, rollout, 0.0)
+            assert torch.equal(tokens.rollout_logprobs, expected)
+            return super().__call__(tokens)
+
+    rollout = tokens().rollout
+    loss_of(Seen(), correction)
+
+
+def test_a_metric_is_the_mean_over_valid_tokens_and_adds_up() -> None:
+    one = mismatch_stats(tokens(), metrics=[Gap()])
+    assert one.metrics()["own/Gap"] == pytest.approx(one.metrics()["mismatch/abs_logdiff_mean"])
+    assert one.merge(one).metrics()["own/Gap"] == pytest.approx(one.metrics()["own/Gap"])
+
+
+def cut(value: Any) -> Any:
+    """What a class returns, each tensor without its last entry."""
+    if isinstance(value, Tensor):
+        return value[:-1]
+    parts = [cut(part) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+def shortened(kind: Any) -> Any:
+    """An instance of the class whose call loses the last entry."""
+
+    def call(self: Any, *args: Any, **given: Any) -> Any:
+        return cut(kind.__call__(self, *args, **given))
+
+    return type(f"Short{kind.__name__}", (kind,), {"__call__": call})()
+
+
+WRONG = {
+    "level": lambda: correct(CustomConfig(level=shortened(Sequence)).spec(), tokens()),
+    "bound": lambda: correct(CustomConfig(level=Level.token, bound=shortened(Truncate)).spec(), tokens()),
+    "criterion": lambda: correct(CustomConfig(reject=RejectConfig(custom=[shortened(Veto)])).spec(), tokens()),
+    "estimator": lambda: sample_advantages(shortened(Rloo), torch.ones(4), torch.zeros(4).long(), epsilon=1e-6),
+    "aggregation": lambda: token_coefficients(
+        shortened(MeanOfTokens), mask=MASK, cu_seqlens=CU, num_tokens=9, num_sequences=3, fixed_length_tokens=None
+    ),
+    "kl": lambda: reference_kl(
+        tokens().train, ref_logprobs=tokens().train, anchor_logprobs=tokens().train, estimator=shortened(Unbiased)
+    ),
+    "loss": lambda: loss_of(shortened(Clip), correct(CustomConfig().spec(), tokens())),
+    "metric": lambda: mismatch_stats(tokens(), metrics=[shortened(Gap)]),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_shape_names_the_class(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"^Short\w+ must return \[\d+\] values, got \[\d+\]$"):
+        WRONG[kind]()
