@@ -56,13 +56,10 @@ class Custom(Checked):
 class CustomMetric(Custom):
     """A metric of a user: the mean of a value over the valid tokens of a step, of all ranks."""
 
-    metric: ClassVar[str] = ""
-    """Name of the metric; empty: own/ and the name of the class."""
-
     @property
     def key(self) -> str:
-        """Name of the metric."""
-        return self.metric or f"own/{self.name}"
+        """Name of the metric: own/ and the name of the class."""
+        return f"own/{self.name}"
 
     def __call__(self, tokens: Tokens) -> Tensor:
         """The value of each token, [T]; what it is off tokens.valid does not matter."""

@@ -38,7 +38,7 @@ def test_a_run_in_which_everything_is_the_users_own(
     monkeypatch.chdir(tmp_path)
     assert run(["train", *WORDS]) == 0
     rows = metrics_of(Path("mine"))
-    assert all(0 < value < 1e-3 for value in column(rows, "mismatch/hellinger"))
+    assert all(0 < value < 1e-3 for value in column(rows, "own/Hellinger"))
     assert all(0 < value < 1 for value in column(rows, "mismatch/rs/TokenSigma_frac")), "some tokens are outliers"
     assert all(value > 0 for value in column(rows, "optim/grad_norm"))
     assert sum(column(rows, "rollout/groups_dropped/filtered")) > 0
@@ -52,7 +52,7 @@ def test_a_run_in_which_everything_is_the_users_own(
     record = replayed(Path("mine"), 2)
     [mode] = record["modes"]
     assert record["reproduction"]["different"] == {}
-    for name in ("mismatch/hellinger", "mismatch/rs/TokenSigma_frac", "loss/policy"):
+    for name in ("own/Hellinger", "mismatch/rs/TokenSigma_frac", "loss/policy"):
         assert mode["metrics"][name] == rows[1][name], name
     assert run(["replay", "mine", "step=2", "modes=gentle.py:GentleTIS"]) == 0
 

@@ -25,7 +25,7 @@ from trainer.report.data import RunData, at, load_runs, plain
 from trainer.report.frame import render_page
 from trainer.report.present import MAX_POINTS, dash_of, present, run_tables, slot_of
 from trainer.report.samples import WORST_SAMPLES, coloured, legend, prompt_frame, sample_tables, worst_samples
-from trainer.report.sections import MISMATCH, SECTIONS
+from trainer.report.sections import MISMATCH, SECTIONS, own_numbers
 from trainer.report.spec import MAX_PLAIN_POINTS, Section, Table
 from trainer.rundir.run_dir import REPORT_FILE, write_whole
 
@@ -122,7 +122,8 @@ def _render(template: str, runs: Sequence[RunData], context: Mapping[str, object
 def contents(runs: Sequence[RunData]) -> tuple[list[Section], dict[str, Table]]:
     """The charts of one run, or of several runs together, and their numbers."""
     alone = len(runs) == 1
-    sections = present(SECTIONS, runs)
+    metrics = {metric for run in runs for row in run.steps for metric in row}
+    sections = present([*SECTIONS, own_numbers(metrics)], runs)
     place = next((index for index, section in enumerate(sections, 1) if section.title == MISMATCH.title), 0)
     tables: dict[str, Table] = {}
     section, more = histogram_section(runs)

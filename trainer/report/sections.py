@@ -6,6 +6,9 @@ beside its `series`. Charts that are not over steps are in `bins.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from rollout.rewards.custom import RESERVED_METRICS
 from trainer.report.spec import Chart, ChartKind, Dash, Section, Series
 
 EVALUATIONS = "evaluations"
@@ -283,6 +286,27 @@ ROLLOUTS = Section(
         ),
     ),
 )  # fmt: skip
+
+
+def own_numbers(metrics: Iterable[str]) -> Section:
+    """A chart for each of the `metrics` that is a user's: of tracking.metrics, what a reward function returns beside
+    the score, and the share that a criterion rejects."""
+    charts: list[Chart] = []
+    for metric in sorted(metrics):
+        kind, _, name = metric.partition("/")
+        rejected = metric.startswith("mismatch/rs/") and not metric.endswith(("token_frac", "seq_frac"))
+        if kind == "own" or (kind == "reward" and name not in RESERVED_METRICS):
+            chart = Chart(id=f"own_{len(charts)}", title=metric, series=(Series(metric, name, len(charts) % 8),))
+        elif rejected and metric.endswith("_frac"):
+            title = f"Rejected by {name.removeprefix('rs/').removesuffix('_frac')}"
+            series = (Series(metric, "tokens", len(charts) % 8),)
+            chart = Chart(id=f"own_{len(charts)}", title=title, form="percent", from_zero=True, series=series)
+        else:
+            continue
+        charts.append(chart)
+    text = "Your own metrics, what your reward function returns, and what each criterion rejects."
+    return Section(title="Your numbers", text=text, charts=tuple(charts))
+
 
 SECTIONS: tuple[Section, ...] = (LEARNING, MISMATCH, REJECTED, OPTIMISATION, CRITIC, TIME, ROLLOUTS)
 """All sections of charts over steps, in the order of the page."""
