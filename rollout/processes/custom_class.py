@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from algorithms.config import Custom
-from rollout.processes.custom_code import code_digest, custom_problem, run_file
+from rollout.processes.custom_code import code_digest, custom_problem, own_files, run_file
 
 Kind = TypeVar("Kind", bound=Custom)
 _PLACES: dict[type[Custom], tuple[str, str]] = {}
@@ -50,8 +50,11 @@ def load_class(choice: str, kind: type[Kind]) -> type[Kind]:
 
 
 def class_files(config: object) -> dict[str, str]:
-    """Path of the file of each choice of the user's own in `config` -> digest of the file when it was run."""
-    return {path: digest for kind in _kinds(config) if kind in _PLACES for path, digest in [_PLACES[kind]]}
+    """Path of the file of each choice of the user's own in `config` -> digest of the file when it was run; and of each
+    module beside such a file that this process has imported -> digest of now."""
+    files = {path: digest for kind in _kinds(config) if kind in _PLACES for path, digest in [_PLACES[kind]]}
+    beside = tuple(f"{Path(path).parent}/" for path in files)
+    return {path: digest for path, digest in own_files().items() if files and path.startswith(beside)} | files
 
 
 def _kinds(config: object) -> Iterator[type]:

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import inspect
 import sys
+import sysconfig
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,12 @@ from rollout.similar_file import similar_file
 
 MOST_FUNCTIONS = 5
 """Functions of a file that a message names."""
+FOREIGN = (
+    "<",
+    *(f"{Path(__file__).parents[2] / name}/" for name in ("algorithms", "rollout", "trainer")),
+    *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
+)
+"""Beginnings of the files whose code is not the user's own: Parity, Python, packages."""
 
 
 def is_custom(function: str) -> bool:
@@ -30,6 +37,13 @@ def code_digest(path: str) -> str | None:
         return xxhash.xxh3_128_hexdigest(Path(path).read_bytes())
     except OSError:
         return None
+
+
+def own_files() -> dict[str, str]:
+    """Path of each file of the user's own that this process has imported -> its `code_digest`."""
+    paths = {getattr(module, "__file__", None) or "<" for module in list(sys.modules.values())}
+    own = {path: code_digest(path) for path in sorted(paths) if not path.startswith(FOREIGN)}
+    return {path: digest for path, digest in own.items() if digest is not None}
 
 
 def custom_problem(function: str) -> str | None:

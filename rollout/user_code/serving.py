@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-import sysconfig
 import traceback
 import types
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -30,19 +29,13 @@ from typing import IO, Any, ClassVar
 import orjson
 
 from rollout.processes.child_process import MAX_LINE_BYTES, Pipes, become_child, described
-from rollout.processes.custom_code import code_digest, is_async_function
+from rollout.processes.custom_code import FOREIGN, is_async_function, own_files
 from rollout.user_code.mark import NOBODY, Mark
 
 Reply = dict[str, Any]
 Ask = Callable[[Any], Awaitable[Any]]
 """Sends a question of a call to the parent and returns the answer."""
 
-_FOREIGN = (
-    "<",
-    *(f"{Path(__file__).parents[2] / name}/" for name in ("algorithms", "rollout", "trainer")),
-    *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
-)
-"""Beginnings of the files whose code is not the user's own: Parity, Python, packages."""
 _call: ContextVar[int] = ContextVar("call", default=NOBODY)
 """The call to which the running task belongs; a task that user code starts takes it over."""
 
@@ -88,13 +81,6 @@ def serve(load: Load) -> None:
             _serve_blocking(work, pipes, mark)
         else:
             runner.run(_Calls(work, pipes.say, mark).serve(pipes.requests))
-
-
-def own_files() -> dict[str, str]:
-    """Path of each file of the user's own that this process has imported -> its `code_digest`."""
-    paths = {getattr(module, "__file__", None) or "<" for module in list(sys.modules.values())}
-    own = {path: code_digest(path) for path in sorted(paths) if not path.startswith(_FOREIGN)}
-    return {path: digest for path, digest in own.items() if digest is not None}
 
 
 async def _loaded(load: Load, *arguments: str) -> Blocking | Overlapping:
@@ -223,6 +209,6 @@ def raised(error: BaseException) -> str:
         return str(error)
     while isinstance(error, BaseExceptionGroup):  # of a TaskGroup; its own text names no cause
         error = error.exceptions[0]
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_FOREIGN)]
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(FOREIGN)]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{described(error)}{place}"

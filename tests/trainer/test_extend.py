@@ -132,6 +132,10 @@ def test_other_processes_run_the_file_for_themselves_and_refuse_a_changed_one(he
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "0.5 anchored.py:Anchored (r - 0.5 log(pi_theta/mu)^2 / (2 A))\n", done.stderr
     assert class_files(config)[str(here / "sigma.py")] == code_digest("sigma.py")
+    (here / "beside_it.py").write_text("POWER = 2\n")
+    (here / "with_help.py").write_text("from beside_it import POWER\n" + (here / "anchored.py").read_text())
+    helped = class_files(config_of("loss=with_help.py:Anchored"))
+    assert helped[str(here / "beside_it.py")] == code_digest("beside_it.py") and not class_files(config_of())
     (here / "sigma.py").write_text((here / "sigma.py").read_text() + "# edited\n")
     with pytest.raises(ValueError, match=r"sigma\.py is not as it was when the config was read"):
         pickle.loads(saved)
