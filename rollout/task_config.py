@@ -112,8 +112,8 @@ OWN_TEMPLATE_ARGUMENTS = (
 """Arguments of apply_chat_template() that Parity sets itself, so that a prompt ends where the response begins."""
 
 
-READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Suffix of a file with rows -> builder of the `datasets` library."""
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""Of files with rows."""
 _ADDRESS = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?:datasets/)?(?P<repo>[^/@]+/[^/@]+)?.*", re.IGNORECASE)
 """A URL; `repo` names the data set in those of the hub, hf://datasets/owner/name/file."""
 
@@ -148,7 +148,7 @@ def source_problem(key: str, path: str) -> Problem | None:
     """The Problem of a source of rows, the value of `key`, that is no file and has no form of another; or None."""
     if is_source(path):
         return None
-    rule, remedy = "must be an existing file, or repo[:config]@split", similar_file(path, READERS)
+    rule, remedy = "must be an existing file, or repo[:config]@split", similar_file(path, SUFFIXES)
     remedy = remedy or f"There is no such file in {Path(path).absolute().parent}."
     if (address := _ADDRESS.fullmatch(path)) is not None:
         remedy = "Fetch the file, and name it."

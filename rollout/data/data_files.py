@@ -1,8 +1,8 @@
 """Data sources -> rows, each with its place: files and patterns of files, `repo[:config]@split` of the Hugging Face hub
 or of a directory, and word problems made here.
 
-This file reads jsonl itself, line by line, so that an error names the broken line; the `datasets` library reads the
-rest.
+This file reads jsonl itself, line by line, so that an error names the broken line; pyarrow reads parquet, and the
+`datasets` library the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from algorithms.config import Problem
 from rollout.data.word_problems import NAME as WORD_PROBLEMS
 from rollout.data.word_problems import word_problems
 from rollout.similar_file import PACKED
-from rollout.task_config import HUB_SOURCE, READERS, CustomData, FileDataConfig, is_pattern, is_saved, matching_files
+from rollout.task_config import HUB_SOURCE, SUFFIXES, CustomData, FileDataConfig, is_pattern, is_saved, matching_files
 
 BATCH_ROWS = 1000
 LARGEST_INT = 2**63 - 1
@@ -39,6 +39,8 @@ HEAD_BYTES = 2**16
 """Bytes at the beginning of a file by which text is told from a compressed file."""
 PACKED_HEADS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"PAR1")
 """First bytes of gzip, bz2, xz, zstd and zip files, and of parquet files, which are no text."""
+MEDIUM = {"bytes", "path"}
+"""Fields of a picture, or its like, in a column of `datasets`."""
 SHORT_FLOATS: Mapping[str | None, type] = {"float16": np.float16, "float32": np.float32}
 """Type of a column -> type whose text is the shortest that means the number."""
 TEXT_CELLS: Mapping[str, Any] = {
@@ -113,9 +115,9 @@ def read_rows(source: str) -> Iterator[RawRow]:
     if is_pattern(source):
         return _rows_of_all(matching_files(source))
     suffix = path.suffix.lower()
-    if suffix not in READERS:
+    if suffix not in SUFFIXES:
         way_out = ". Unpack it" if suffix in PACKED else ""
-        raise ValueError(f"{source}: the suffix must be one of {', '.join(READERS)}, got {suffix!r}{way_out}")
+        raise ValueError(f"{source}: the suffix must be one of {', '.join(SUFFIXES)}, got {suffix!r}{way_out}")
     of_json = {".jsonl": _line_rows, ".json": _array_rows}.get(suffix)
     return _shallow(of_json(path) if of_json is not None else _file_rows(path, suffix))
 
@@ -208,8 +210,8 @@ def checked_text(text: str, key: str) -> str:
 
 
 def _is_binary(value: object) -> bool:
-    """True for pictures and other binary values, which Parity does not read."""
-    return isinstance(value, bytes | bytearray | memoryview) or type(value).__module__.startswith("PIL.")
+    """True for binary values, and pictures and sounds as `datasets` stores them, which Parity does not read."""
+    return isinstance(value, bytes | bytearray | memoryview) or (isinstance(value, dict) and value.keys() == MEDIUM)
 
 
 def _line_rows(path: Path) -> Iterator[RawRow]:
@@ -275,39 +277,37 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
     # A private cache, so that no stale data are read and no files are left in the user's home.
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache, _without_bars():
         try:
-            if suffix == ".parquet" and (with_maps := _rows_with_maps(path)) is not None:
-                yield from with_maps
+            if suffix == ".parquet":
+                yield from _parquet_rows(path)
                 return
             table = datasets.load_dataset(
-                READERS[suffix],
+                "csv",
                 data_files=glob.escape(str(path)),  # a "[1]" in the name is no pattern
                 split="train",
                 cache_dir=cache,
                 keep_in_memory=True,
-                **(TEXT_CELLS if suffix == ".csv" else {}),
+                **TEXT_CELLS,
             )
-        except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+        except (datasets.exceptions.DatasetGenerationError, OSError, ValueError, NotImplementedError) as error:
             raise ValueError(f"{path} could not be read: {error.__cause__ or error}") from error
-    yield from _table_rows(table.iter(batch_size=BATCH_ROWS), table.features)
+    yield from _rows_of_dataset(table)
 
 
-def _rows_with_maps(path: Path) -> Iterator[RawRow] | None:
-    """Rows of a parquet file with columns of maps, which `datasets` does not read, as dicts; None without such."""
+def _parquet_rows(path: Path) -> Iterator[RawRow]:
+    """Rows of a parquet file. `datasets` reads none with a column of maps, which are dicts here, and no empty one."""
     import datasets
     from pyarrow import parquet, schema
 
     file = parquet.ParquetFile(path)
-    plain_fields = [each for each in file.schema_arrow if "map<" not in str(each.type)]
-    if len(plain_fields) == len(file.schema_arrow):
-        return None
-    batches = (
-        {
-            name: column.to_pylist(maps_as_pydicts="lossy")
-            for name, column in zip(batch.schema.names, batch, strict=True)
-        }
-        for batch in file.iter_batches(BATCH_ROWS)
-    )
-    return _table_rows(batches, datasets.Features.from_arrow_schema(schema(plain_fields)))
+    written = file.schema_arrow
+    known = [each for each in written if "map<" not in str(each.type) and "dictionary<" not in str(each.type)]
+    features = datasets.Features.from_arrow_schema(schema(known, metadata=written.metadata))
+    yield from _table_rows(file.iter_batches(BATCH_ROWS), features)
+
+
+def _rows_of_dataset(table: Any) -> Iterator[RawRow]:
+    """Rows of a Dataset, as arrow has them: whatever format was saved with it, and without opening its pictures."""
+    return _table_rows(table.with_format("arrow").iter(batch_size=BATCH_ROWS), table.features)
 
 
 @contextmanager
@@ -346,23 +346,23 @@ def _refuse_compressed(path: Path) -> None:
         raise ValueError(f"{path} must be {kind}, as its name says, and is not. Unpack it if it is compressed.")
 
 
-def _table_rows(batches: Iterable[dict[str, list[Any]]], features: Mapping[str, Any]) -> Iterator[RawRow]:
-    """Rows of a `datasets` table, or of one like it, read in batches, because reading row by row is slow."""
-    number = 0
-    written = {name: convert for name, kind in features.items() if (convert := _as_written(kind)) is not None}
-    for batch in batches:
-        for name, convert in written.items():
-            batch[name] = [convert(value) for value in batch[name]]
-        for values in zip(*batch.values(), strict=True):
-            number += 1
-            yield RawRow(number, dict(zip(batch, values, strict=True)))
+def _table_rows(batches: Iterable[Any], features: Mapping[str, Any]) -> Iterator[RawRow]:
+    """Rows of a table of arrow, read in batches, because reading row by row is slow; `features` are of `datasets`."""
+    convert = _as_written(dict(features))
+    rows = (row for batch in batches for row in batch.to_pylist(maps_as_pydicts="lossy"))
+    for number, row in enumerate(rows, start=1):
+        yield RawRow(number, row if convert is None else convert(row))
 
 
 def _as_written(kind: Any) -> Callable[[Any], Any] | None:
-    """A function of a column's values that gives short floats, and labels of classes, as they were written; else None.
+    """A function of a column's values that gives short floats, labels of classes, and JSON, as they were written; else
+    None.
 
-    0.1 in a column of 32 bits is 0.10000000149011612 as a number of 64 bits. `kind` is a feature of `datasets`.
+    0.1 in a column of 32 bits is 0.10000000149011612 as a number of 64 bits.
+    `kind` is a feature of `datasets`.
     """
+    import datasets
+
     if isinstance(kind, dict):
         members = {name: convert for name, each in kind.items() if (convert := _as_written(each)) is not None}
         if not members:
@@ -371,11 +371,13 @@ def _as_written(kind: Any) -> Callable[[Any], Any] | None:
     if (inner := getattr(kind, "feature", None)) is not None:  # lists, fixed or not
         convert = _as_written(inner)
         return None if convert is None else lambda value: value and [convert(member) for member in value]
-    if (names := getattr(kind, "names", None)) is not None:  # a class label
+    if isinstance(kind, datasets.Json):
+        return kind.decode_example
+    if isinstance(kind, datasets.ClassLabel):
+        names = kind.names
         return lambda value: None if value is None else names[value]
-    if (short := SHORT_FLOATS.get(getattr(kind, "dtype", None))) is None:
-        return None
-    return lambda value: None if value is None else float(str(short(value)))
+    short = SHORT_FLOATS.get(kind.dtype) if isinstance(kind, datasets.Value) else None
+    return None if short is None else lambda value: None if value is None else float(str(short(value)))
 
 
 def _refuse_same_names(path: Path) -> None:
@@ -428,7 +430,7 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
             ) from error
         except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:  # a script is the last
             raise ValueError(f"{source} could not be read: {error.__cause__ or error}") from error
-        yield from _table_rows(table.iter(batch_size=BATCH_ROWS), table.features)
+        yield from _rows_of_dataset(table)
 
 
 def _saved_table(directory: Path, split: str) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from algorithms.config import Problem
 from rollout.processes.custom_code import similar_custom
 from rollout.similar_file import similar_directory, similar_file
-from rollout.task_config import READERS
+from rollout.task_config import SUFFIXES
 from trainer.cli.commands import run
 from trainer.start.task_check import find_model
 
@@ -39,7 +39,7 @@ def test_a_file_is_suggested_only_if_its_name_is_similar(
     monkeypatch.chdir(tmp_path)
     for name in there:
         (tmp_path / name).touch()
-    assert similar_file(given, READERS) == meant
+    assert similar_file(given, SUFFIXES) == meant
 
 
 def test_a_suggestion_for_code_keeps_the_name_of_the_function(tmp_path: Path) -> None:

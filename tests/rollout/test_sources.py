@@ -84,6 +84,25 @@ def test_data_sets_that_were_saved_to_the_disk(tmp_path, tokenizer):
         config(tmp_path / "one")
 
 
+@pytest.mark.parametrize(("kind", "columns"), [("numpy", None), ("torch", ["ids"]), ("pandas", None), ("arrow", None)])
+def test_a_format_that_was_saved_changes_no_value(tmp_path, tokenizer, kind, columns):
+    row = {"question": "a", "answer": 1, "share": 0.1, "ids": [1, 2], "grid": [[0.5, 1.0]], "any": {"x": [1]}}
+    features = datasets.Dataset.from_list([row]).features.copy()
+    features.update(grid=datasets.Array2D((1, 2), "float32"), any=datasets.Json())
+    rows = datasets.Dataset.from_list([row], features=features).with_format(kind, columns)
+    rows.save_to_disk(tmp_path / "saved")
+    [prompt] = load_dataset(config(tmp_path / "saved@train"), tokenizer).train
+    assert (prompt.answer, prompt.row) == ("1", {name: row[name] for name in ("share", "ids", "grid", "any")})
+
+
+def test_a_file_without_rows_among_others_adds_none(tmp_path, tokenizer):
+    """As Spark writes one for each part of a table that is empty."""
+    table = pyarrow.table({"question": ["a"], "answer": ["1"]})
+    for name, part in (("part-0", table.slice(0, 0)), ("part-1", table)):
+        parquet.write_table(part, tmp_path / f"{name}.parquet")
+    assert len(load_dataset(config(tmp_path / "part-*.parquet"), tokenizer).train) == 1
+
+
 def test_numbers_are_what_was_written(tmp_path, tokenizer):
     """Short floats, decimals, exponents, and a list of one answer, in columns and in fields."""
     table = pyarrow.table({
@@ -186,14 +205,18 @@ def test_fields_and_choices_as_other_data_sets_hold_them(tmp_path, tokenizer):
     assert data.train[0].text == "Which?\nA. 4\nB. 7"
 
 
-def test_pictures_are_left_out_of_the_row(tmp_path, tokenizer):
-    from PIL import Image
-
-    rows = datasets.Dataset.from_dict({"question": ["a"], "answer": ["1"], "image": [Image.new("RGB", (2, 2))]})
+def test_pictures_are_left_out_of_the_row_and_not_opened(tmp_path, tokenizer):
+    features = datasets.Features(
+        question=datasets.Value("string"), answer=datasets.Value("int8"), image=datasets.Image()
+    )
+    rows = {"question": ["a"], "answer": [1], "image": [{"bytes": b"no picture", "path": None}]}
+    rows = datasets.Dataset.from_dict(rows, features=features)
     rows.to_parquet(tmp_path / "pictures.parquet")
-    data = load_dataset(config(tmp_path / "pictures.parquet"), tokenizer)
-    assert data.train[0].row == {}
-    assert any("in no prompt: image" in note for note in data.notes)
+    rows.save_to_disk(tmp_path / "saved")
+    for source in ("pictures.parquet", "saved@train"):
+        data = load_dataset(config(tmp_path / source), tokenizer)
+        assert data.train[0].row == {}
+        assert any("in no prompt: image" in note for note in data.notes)
 
 
 @pytest.mark.parametrize("column", ["image", "images"])
