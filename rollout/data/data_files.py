@@ -375,7 +375,7 @@ def _as_written(kind: Any) -> Callable[[Any], Any] | None:
         return kind.decode_example
     if isinstance(kind, datasets.ClassLabel):
         names = kind.names
-        return lambda value: None if value is None else names[value]
+        return lambda value: None if value is None or value < 0 else names[value]
     short = SHORT_FLOATS.get(kind.dtype) if isinstance(kind, datasets.Value) else None
     return None if short is None else lambda value: None if value is None else float(str(short(value)))
 

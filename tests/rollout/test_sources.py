@@ -129,10 +129,11 @@ def test_numbers_are_what_was_written(tmp_path, tokenizer):
 
 def test_labels_of_classes_are_their_names(tmp_path, tokenizer):
     features = datasets.Features(question=datasets.Value("string"), answer=datasets.ClassLabel(names=["no", "yes"]))
-    rows = datasets.Dataset.from_dict({"question": ["a", "b"], "answer": [1, 0]}, features=features)
+    rows = datasets.Dataset.from_dict({"question": ["a", "b", "c"], "answer": [1, 0, -1]}, features=features)
     rows.save_to_disk(tmp_path / "saved")
-    data = load_dataset(config(tmp_path / "saved@train"), tokenizer)
+    data = load_dataset(config(tmp_path / "saved@train", on_bad_row=OnBadRow.skip), tokenizer)
     assert [each.answer for each in data.train] == ["yes", "no"]
+    assert {each.problem for each in data.skipped} == {"answer is missing"}  # -1: a row without a label, as SNLI has
 
 
 def test_cells_of_csv_are_text_wherever_the_file_lies(tmp_path, tokenizer):
