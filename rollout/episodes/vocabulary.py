@@ -25,7 +25,11 @@ class Vocabulary:
     def _tokenizer(self) -> Tokenizer:
         from tokenizers import Tokenizer  # the library behind every fast tokenizer
 
-        return Tokenizer.from_file(self._file)
+        tokenizer = Tokenizer.from_file(self._file)
+        # transformers keeps there what a tokenizer was last called with, and switches it off for a call without.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     @cached_property
     def size(self) -> int:
@@ -58,7 +62,7 @@ class Vocabulary:
     @cached_property
     def _texts(self) -> list[str]:
         """The text of every token, as it reads after another: some tokenizers drop a space at the beginning."""
-        alone = self._tokenizer.decode_batch([[token] for token in range(self._tokenizer.get_vocab_size())])
+        alone = self._tokenizer.decode_batch([[token] for token in range(self.size)])
         before = next((token for token, text in enumerate(alone) if text.isascii() and text.isalnum()), None)
         if before is None:
             return alone

@@ -7,6 +7,7 @@ import textwrap
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import orjson
 import psutil
@@ -599,7 +600,7 @@ def test_a_turn_ends_with_a_text_of_several_tokens_and_samples_what_it_would_hav
 
 
 @pytest.fixture(scope="module")
-def bytes_vocabulary(tmp_path_factory):
+def bytes_file(tmp_path_factory):
     """A byte-level vocabulary like that of most models, learnt from a few lines."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -611,7 +612,29 @@ def bytes_vocabulary(tmp_path_factory):
     tokenizer.train_from_iterator(lines, trainer)
     path = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
     tokenizer.save(str(path))
-    return Vocabulary(str(path))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def bytes_vocabulary(bytes_file):
+    return Vocabulary(bytes_file)
+
+
+def test_limits_that_transformers_saved_are_not_those_of_an_observation(bytes_file, bytes_vocabulary, tmp_path):
+    """It writes into tokenizer.json with which truncation and padding the tokenizer was called last."""
+    tokenizer, path = Tokenizer.from_file(bytes_file), str(tmp_path / "tokenizer.json")
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=16)
+    tokenizer.save(path)
+    for text in ("3", "Observation: 3\n" * 9):
+        assert Vocabulary(path).encode(text) == bytes_vocabulary.encode(text)
+
+
+def test_a_text_can_end_in_a_token_beyond_a_gap_of_the_ids(bytes_file, tmp_path):
+    described = orjson.loads(Path(bytes_file).read_bytes())
+    described["model"]["vocab"]["</tool>"] = 1000
+    (tmp_path / "tokenizer.json").write_bytes(orjson.dumps(described))
+    assert 1000 in Vocabulary(str(tmp_path / "tokenizer.json")).enders("</tool>")
 
 
 @pytest.mark.parametrize("text", ["</call>", "=", " =", "= ", "\n\n", "Observation:", "答案", "é", ">>", "tion: 3"])
