@@ -37,7 +37,7 @@ from trainer.config.training import (
 )
 from trainer.limits.estimate import batch_shape, critic_shape, engine_memory, model_shape, rank_memory
 from trainer.limits.machine import Machine
-from trainer.limits.model_shape import UnknownShapeError
+from trainer.limits.model_shape import UnknownShapeError, directory_shape
 from trainer.text.plain import size
 
 MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
@@ -119,6 +119,19 @@ def test_sizes_of_a_saved_model_come_from_its_files(tmp_path: Path) -> None:
     assert shape.num_parameters == sum(parameter.numel() for parameter in network.parameters())
     assert shape.root_parameters == 2 * 97 * 32 + 32
     assert (shape.num_layers, shape.vocab_size, shape.kv_size) == (2, 97, 2 * 2 * 8)
+
+
+def test_sizes_are_known_by_the_names_of_gpt2_and_beside_a_field_that_is_null(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    network = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+    network.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    # Where it is null, transformers takes one KV head per head.
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": None}))
+    shape = directory_shape(tmp_path)
+    assert shape.num_parameters == sum(parameter.numel() for parameter in network.parameters())
+    assert (shape.num_layers, shape.attention_size, shape.kv_size) == (2, 32, 64)
 
 
 def _rows(directory: Path) -> FileDataConfig:

@@ -147,6 +147,13 @@ def test_prompts_longer_than_the_context_give_no_impossible_number(own: Path) ->
     assert "data.max_prompt_tokens=108 data.on_bad_row=skip" in str(problem)
 
 
+def test_the_context_is_known_by_the_name_of_gpt2(own: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"n_positions": 128}')
+    config = config_of(own, "sampling.max_new_tokens=109")
+    for longest, count in ((19, 0), (20, 1)):
+        assert len([*task_check.context_problems(config, tmp_path, longest_prompt=longest)]) == count
+
+
 def test_prompts_that_cannot_be_read_yet_give_no_number(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data.train_path=some/set@train", "sampling.max_new_tokens=200"]
     assert run(["train", "mine.yaml", *words, "--dry-run"]) == 2

@@ -24,6 +24,11 @@ LAYER_NAME = re.compile(r"\.layers\.(\d+)\.|\.h\.(\d+)\.")
 CONFIG_FILE = "config.json"
 WIDTHS = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
 """Fields of config.json without which no size is known."""
+USUAL_NAMES = {
+    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}  # fmt: skip
+"""Field of config.json in the family of GPT-2 -> what other models call it."""
 HEAD_NAME = "lm_head.weight"
 EXPERT_NAME = ".experts."
 """Part of the parameter names in a mixture of experts, of which a token uses only some."""
@@ -140,7 +145,7 @@ def _stored(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, tuple[int,
     try:
         described = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         text = text_part(described)
-        missing = [name for name in WIDTHS if name not in text]
+        missing = [name for name in WIDTHS if text.get(name) is None]
         if missing:
             raise UnknownShapeError(f"{CONFIG_FILE} has no {', '.join(missing)}")
         try:
@@ -188,7 +193,7 @@ def _attention_sizes(text: Mapping[str, Any]) -> tuple[int, int, int]:
     """Query heads x head size, KV heads x head size, head size."""
     heads = text["num_attention_heads"]
     head_size = text.get("head_dim") or text["hidden_size"] // heads
-    return heads * head_size, text.get("num_key_value_heads", heads) * head_size, head_size
+    return heads * head_size, (text.get("num_key_value_heads") or heads) * head_size, head_size
 
 
 def shape_of(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelShape:
@@ -216,8 +221,8 @@ def shape_of(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def text_part(described: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says of the language model: models with vision or audio keep it in a nested config."""
-    return described.get("text_config") or described
+    """What config.json says of the language model, in the usual names: some models keep it in a nested config."""
+    return {USUAL_NAMES.get(name, name): value for name, value in (described.get("text_config") or described).items()}
 
 
 def layer_of(name: str) -> int | None:

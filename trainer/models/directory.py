@@ -178,7 +178,7 @@ def _unsupported(key: str, directory: Path) -> Problem | None:
             "must be a dense model: mixtures of experts are not supported", model.get("model_type"), "Use a dense one."
         )
     text = text_part(model)
-    expected = text.get("num_hidden_layers", text.get("n_layer"))
+    expected = text.get("num_hidden_layers")
     in_files = 1 + max((layer for name in shapes if (layer := layer_of(name)) is not None), default=-1)
     if in_files and isinstance(expected, int) and in_files != expected:
         return problem(
@@ -187,7 +187,7 @@ def _unsupported(key: str, directory: Path) -> Problem | None:
             in_files,
             "Save the model again, with save_pretrained.",
         )
-    wanted = [text.get("vocab_size"), text.get("hidden_size") or text.get("n_embd")]
+    wanted = [text.get("vocab_size"), text.get("hidden_size")]
     found = next((list(shapes[name]) for name in EMBEDDING_NAMES if name in shapes), None)
     if found is not None and None not in wanted and found != wanted:
         return problem(
