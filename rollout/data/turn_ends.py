@@ -75,6 +75,14 @@ def control_ends(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) ->
     return {each for each in stop_ids if tokenizer.convert_ids_to_tokens(each) in control}
 
 
+def text_end_note(stop_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, stop: Sequence[str | int]) -> str:
+    """A sentence about those of `stop_ids` that are ordinary text, and are not named by `stop`; or ""."""
+    ends = set(stop_ids) - control_ends(tokenizer, stop_ids) - set(_stop_ids(tokenizer, stop))
+    shown = ", ".join(f"{tokenizer.decode([each])!r} (id {each})" for each in sorted(ends) if each < len(tokenizer))
+    files = " or ".join(EOS_FILES)
+    return f"responses end at {shown} too, which is ordinary text: eos_token_id in {files} names it" if shown else ""
+
+
 def turn_end(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token of its own that `template` writes after an answer, be it the next turn's first.
 

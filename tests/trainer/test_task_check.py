@@ -436,11 +436,15 @@ def test_prompts_with_tokens_that_the_model_has_not_are_refused(own: Path, capsy
 def test_ends_of_responses_that_the_model_has_not_are_named(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with TemporaryDirectory(dir=own) as directory:
         shutil.copytree(own / "tiny", directory, dirs_exist_ok=True)
-        (Path(directory) / "generation_config.json").write_text('{"eos_token_id": [300, 7]}')
+        (Path(directory) / "generation_config.json").write_text('{"eos_token_id": [300, 70]}')
         edit_config(Path(directory), text_config=None)
         words = ["train", "mine.yaml", f"model.path={directory}", "reward.function=exact_match", "--dry-run"]
         assert run(words) == 0
-        assert "no response ends with the token id 300: vocab_size is 300" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert "no response ends with the token id 300: vocab_size is 300" in told
+        assert re.search(r"responses end at .* \(id 70\) too, which is ordinary text", told)
+        assert run([*words, "sampling.stop=[70]"]) == 0
+        assert "ordinary text" not in capsys.readouterr().out
         for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
             path = Path(directory) / name
             path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 301, "eos_token": None}))
@@ -448,6 +452,20 @@ def test_ends_of_responses_that_the_model_has_not_are_named(own: Path, capsys: p
         assert re.search(
             r"every response would end with the token id 30\d, and vocab_size is 300", capsys.readouterr().err
         )
+
+
+def test_a_rollout_function_without_its_tokenizer_is_refused_before_a_start(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers reads such a tokenizer; the processes of rollout functions read tokenizer.json alone."""
+    shutil.copytree(own / "tiny", path := tmp_path / "model")
+    vocabulary = json.loads((path / "tokenizer.json").read_text())["model"]
+    (path / "tokenizer.json").unlink()
+    (path / "vocab.json").write_text(json.dumps(vocabulary["vocab"]))
+    (path / "merges.txt").write_text("")
+    words = ["train", "mine.yaml", f"model.path={path}", "reward.function=exact_match", "episode.function=calculator"]
+    assert run([*words, "--dry-run"]) == 2
+    assert "episode.function must be null for a model without tokenizer.json" in capsys.readouterr().err
 
 
 def test_the_end_of_a_turn_is_no_text_though_the_tokenizer_does_not_mark_it(own: Path, tmp_path: Path) -> None:

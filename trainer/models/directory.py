@@ -113,7 +113,7 @@ def broken_file(directory: Path) -> str:
             return f"{name}: text_config must be a JSON object, got {_kind(found['text_config'])}"
         ends = found.get(EOS_KEY) if name in (CONFIG_FILE, GENERATION_FILE) else None
         listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        if any(type(each) is not int for each in listed):
+        if any(type(each) is not int or each < 0 for each in listed):
             return f"{name}: {EOS_KEY} must be a token id or a list of them, got {ends!r}"
     for path in [*directory.glob("*.jinja"), *directory.glob("additional_chat_templates/*.jinja")]:
         try:

@@ -13,7 +13,7 @@ from rollout.data.data_files import DataError
 from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_dataset, prompts_digest
 from rollout.data.special_tokens import response_decoder
 from rollout.data.tokenizer import load_tokenizer
-from rollout.data.turn_ends import EOS_FILES, control_ends, past_end_note, stop_token_ids
+from rollout.data.turn_ends import EOS_FILES, control_ends, past_end_note, stop_token_ids, text_end_note
 from rollout.processes.custom_code import code_digest
 from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
@@ -86,6 +86,8 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     past_end = dataset.turn_end if dataset.turn_end not in stop_ids else None
     if past_end is not None:
         dataset.notes.append(past_end_note(past_end, tokenizer))
+    if note := text_end_note(stop_ids, tokenizer, config.sampling.stop):
+        dataset.notes.append(note)
     if (size := vocabulary_size(model_path)) and (beyond := [str(each) for each in stop_ids if each >= size]):
         dataset.notes.append(f"no response ends with the token id {', '.join(beyond)}: vocab_size is {size}")
     if trains and config.batch.prompts_per_step > len(dataset.train):

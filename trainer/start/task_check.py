@@ -297,7 +297,11 @@ def trial_problems(
         rule = "must score the first prompt, in the form in which the engine reads it"
         yield config.broken("reward.function", rule, f"It failed: {reason}")
     name, tokenizer_file = config.episode.function, model_path / "tokenizer.json"
-    if name is None or not is_custom(name) or not tokenizer_file.is_file():
+    if name is not None and not tokenizer_file.is_file():
+        remedy = f"AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes it; DIR is {model_path}."
+        yield config.broken("episode.function", f"must be null for a model without {tokenizer_file.name}", remedy)
+        return
+    if name is None or not is_custom(name):
         return
     sampling = sampling_params(config.sampling, seed=0, stop_token_ids=stop_token_ids)
     trial = try_episode(config.episode, prompt, sampling, tokenizer_file)
