@@ -118,7 +118,7 @@ def read_rows(source: str) -> Iterator[RawRow]:
     if suffix not in SUFFIXES:
         way_out = ". Unpack it" if suffix in PACKED else ""
         raise ValueError(f"{source}: the suffix must be one of {', '.join(SUFFIXES)}, got {suffix!r}{way_out}")
-    of_json = {".jsonl": _line_rows, ".json": _array_rows}.get(suffix)
+    of_json = JSON_READERS.get(suffix)
     return _shallow(of_json(path) if of_json is not None else _file_rows(path, suffix))
 
 
@@ -264,6 +264,10 @@ def _array_rows(path: Path) -> Iterator[RawRow]:
     else:
         rows = values if isinstance(values, list) else [values]
         yield from (_object_row(number, each) for number, each in enumerate(rows, start=1))
+
+
+JSON_READERS = {".jsonl": _line_rows, ".json": _array_rows}
+"""Suffix of a file of JSON -> its reader."""
 
 
 def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
@@ -417,6 +421,9 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
                     cache_dir=cache if is_local else None,
                 )
                 builder = find()
+                if is_local and (lines := _json_files(builder, split)):
+                    yield from _rows_of_all(lines)
+                    return
                 # Only a data set that declares types has them.
                 if isinstance(builder.config, CsvConfig) and builder.info.features is None:
                     builder = find(**TEXT_CELLS)
@@ -431,6 +438,19 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
         except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:  # a script is the last
             raise ValueError(f"{source} could not be read: {error.__cause__ or error}") from error
         yield from _rows_of_dataset(table)
+
+
+def _json_files(builder: Any, split: str) -> Sequence[str]:
+    """The files of a split that are JSON of no declared types, which this file reads; else none.
+
+    `datasets` makes dates of texts, and rounds whole numbers that are large or stand beside fractions.
+    """
+    from datasets.packaged_modules.json.json import JsonConfig
+
+    if not isinstance(builder.config, JsonConfig) or builder.info.features is not None:
+        return ()
+    files: Sequence[str] = (builder.config.data_files or {}).get(split, ())
+    return files if all(Path(file).suffix.lower() in JSON_READERS for file in files) else ()
 
 
 def _saved_table(directory: Path, split: str) -> Any:

@@ -383,7 +383,7 @@ def _answer_text(value: object, key: str) -> str:
         return str(value)
     if isinstance(value, float | Decimal) and math.isfinite(value):
         return plain_number(Decimal(str(value)))
-    way_out = ". Save the column as text, or name its JSON files as DIR/*.jsonl" if hasattr(value, "isoformat") else ""
+    way_out = ". Save the column as text" if hasattr(value, "isoformat") else ""
     if isinstance(value, list | dict | bool):
         way_out = (
             f". Name text or a number with data.answer_key; a function of yours finds {key.split('.')[0]} in `row`"

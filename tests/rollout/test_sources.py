@@ -244,12 +244,13 @@ def test_values_of_a_json_file_stay_as_they_were_written(tmp_path, tokenizer, li
         {"question": [{"role": "user", "content": "How many?"}], "answer": 2**70, "of": {"a": 1}},
     ]
     text = "\n".join(map(json.dumps, rows)) if lines else json.dumps([*rows, 5], indent=1)
-    (tmp_path / "rows.json").write_text(f"\ufeff{text}", encoding="utf-8")
-    data = load_dataset(config(tmp_path / "rows.json", on_bad_row=OnBadRow.skip), tokenizer)
-    assert [(each.answer, each.row) for each in data.train] == [
-        ("2020-01-05", {"at": "2020-01-05T10:00:00"}), (str(2**70), {"of": {"a": 1}}),
-    ]  # fmt: skip
-    assert [each.problem for each in data.skipped[:1]] == ["must be a JSON object, got 5"] * (not lines)
+    (tmp_path / "train.json").write_text(f"\ufeff{text}", encoding="utf-8")
+    for source in (tmp_path / "train.json", f"{tmp_path}@train"):
+        data = load_dataset(config(source, on_bad_row=OnBadRow.skip), tokenizer)
+        assert [(each.answer, each.row) for each in data.train] == [
+            ("2020-01-05", {"at": "2020-01-05T10:00:00"}), (str(2**70), {"of": {"a": 1}}),
+        ]  # fmt: skip
+        assert [each.problem for each in data.skipped[:1]] == ["must be a JSON object, got 5"] * (not lines)
 
 
 @pytest.mark.parametrize("text", ["", "[1", '[{"question": "a"},]', "[" * 100_000, '[{"question": "\\x"}]'])
