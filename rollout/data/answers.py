@@ -113,6 +113,8 @@ _FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _ROOT = re.compile(r"(?P<sign>[√∛∜])\s*(?:\((?P<inner>[^()]*)\)|(?P<one>[0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _MIXED = re.compile(r"\A\s*([-+]?[0-9]+)\s+([0-9]+)/([0-9]+)\s*\Z")
+_REPEATING = re.compile(r"(?<![0-9,])([0-9]*)\.([0-9]*)\\overline\s*\{([0-9]+)\}")
+_TRUTH = re.compile(r"\A\s*(?:\\text\w*\s*\{)?\s*(true|false)\s*\}?\s*\Z", re.IGNORECASE)
 _PERCENT, _DEGREES = re.compile(r"(?<!\\)%"), re.compile(r"\s*°(?:\s*[CF]\b)?")
 _IN_LATEX = str.maketrans(
     {"∞": r"\infty ", "\u222a": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset "}
@@ -124,14 +126,22 @@ _IN_LATEX = str.maketrans(
 def latex_signs(text: str) -> str:
     """An expression with the signs of Unicode, and a mixed number such as 2 1/2, in LaTeX: math-verify reads no other.
 
-    2½ is 2\\frac{1}{2}, x² is x^{2}, √(x+1) is \\sqrt{x+1}, 90° is 90^\\circ.
+    2½ is 2\\frac{1}{2}, x² is x^{2}, √(x+1) is \\sqrt{x+1}, 90° is 90^\\circ, and 0.\\overline{3} is \\frac{3}{9}.
     """
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", plain_signs(text))
     text = _FRACTION.sub(lambda found: r"\frac{{{}}}{{{}}}".format(*compatible("NFKC", found[0]).split("\u2044")), text)
     text = _RAISED_RUN.sub(lambda found: f"^{{{compatible('NFKC', found[0])}}}", text)
     text = _ROOT.sub(lambda found: f"{_ROOTS[found['sign']]}{{{found['inner'] or found['one'] or ''}}}", text)
+    text = _TRUTH.sub(lambda found: f"\\text{{{found[1].lower()}}}", _REPEATING.sub(_repeating, text))
     text = _PERCENT.sub(r"\\%", _DEGREES.sub(r"^\\circ ", text))
     return text.replace("\N{MINUS SIGN}", "-").translate(_IN_LATEX).strip()
+
+
+def _repeating(found: re.Match[str]) -> str:
+    """A repeating decimal as a fraction."""
+    whole, once, again = found.groups()
+    over = 10 ** len(once) * (10 ** len(again) - 1)
+    return rf"\frac{{{int(whole + once + again) - int(f'0{whole}{once}')}}}{{{over}}}"
 
 
 def to_number(text: str, *, whole: bool) -> Decimal | None:

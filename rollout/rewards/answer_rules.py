@@ -8,8 +8,10 @@ rule is three functions and an entry of `RULES`.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from rollout.data.answers import (
@@ -127,6 +129,10 @@ def same_normalised(extracted: str, answer: str) -> bool:
     return extracted == normalise(answer)
 
 
+_LETTERS = [*ascii_uppercase]
+_CHOICE = re.compile(r"\\boxed\{\s*\\text(?:bf|rm)?\s*\{\s*\(?([A-Z])\)")
+
+
 def same_mathematics(extracted: str, answer: str) -> bool:
     """True if math-verify finds two expressions equal: 1/2 is 0.5, {1, 2} is {2, 1}.
 
@@ -135,6 +141,9 @@ def same_mathematics(extracted: str, answer: str) -> bool:
     """
     from math_verify import verify
 
+    letter = bare(answer).strip("()")
+    if letter in _LETTERS and (choice := _CHOICE.match(extracted)):  # \textbf{(B)} 12 states a letter and its answer
+        return choice[1] == letter
     reference = _expressions(as_boxed(answer))
     if not reference:
         raise ValueError(f"reward.function=math cannot read the reference answer {answer[-80:]!r}")

@@ -281,6 +281,8 @@ def test_dapo_reads_what_its_published_scorer_reads_and_no_guesses(response, ans
         ("I do not know", "8", False),
         ("", "8", False),
         (r"\boxed{" + "1+" * MAX_EXPRESSION_CHARS + "1}", "801", False),
+        (r"\boxed{\textbf{(B)}\ 12}", "B", True),
+        (r"\boxed{\textbf{(B)}\ 12}", "A", False),
     ],
 )
 def test_math_compares_values_not_texts(response, answer, correct):
@@ -305,6 +307,9 @@ def test_math_compares_values_not_texts(response, answer, correct):
         ("3·4", "12"),
         ("50%", r"50\%"),
         ("1\uff05", r"1\%"),
+        ("True", "true"),
+        (r"0.\overline{3}", "1/3"),
+        (r"-1.2\overline{36}", "-68/55"),
         ("€5", "5"),
         (r"5\text{ cm²}", r"5\text{ cm}^2"),
     ],
