@@ -218,6 +218,8 @@ def test_kinds_of_layers_with_embeddings_of_their_own_are_said_to_be_for_transfo
         ("generation_config.json", "[]", "it must hold a JSON object, got an array"),
         ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id must be a token id or a list of them"),
         ("generation_config.json", '{"eos_token_id": [1, -1]}', "eos_token_id must be a token id or a list of them"),
+        ("config.json", '{"torch_dtype": "torch.bfloat16"}', "torch_dtype must be the name of a type"),
+        ("config.json", '{"dtype": "auto"}', "dtype must be the name of a type"),
         ("config.json", '{"model_type": "qwen2",}', "Expecting property name"),
         ("special_tokens_map.json", "", "Expecting value"),
         ("model.safetensors.index.json", "{}", "weight_map must be a JSON object, got null"),

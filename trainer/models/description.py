@@ -17,10 +17,8 @@ import torch
 from transformers import AutoConfig
 
 from rollout.weights.packed_weights import dtype_name
-from trainer.models.directory import CONFIG_FILE, EOS_KEY, GENERATION_FILE
+from trainer.models.directory import CONFIG_FILE, DTYPE_KEYS, EOS_KEY, GENERATION_FILE
 
-DTYPE_KEYS = ("torch_dtype", "dtype")
-"""The type of the weights, as transformers before 4.56 reads it, and as it is written since."""
 ROPE_KEY = "rope_parameters"
 THETA_KEY, PART_KEY = "rope_theta", "partial_rotary_factor"
 """Fields of `rope_parameters` that release 4 reads outside of `rope_scaling`."""

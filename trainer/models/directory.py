@@ -28,6 +28,8 @@ JSON_FILES = (
 )  # fmt: skip
 """Files of a model that something reads as a JSON object, if they are there."""
 EOS_KEY = "eos_token_id"
+DTYPE_KEYS = ("torch_dtype", "dtype")
+"""The type of the weights, as transformers before 4.56 reads it, and as it is written since."""
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of classes that predict the next token."""
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "transformer.wte.weight")
@@ -111,6 +113,9 @@ def broken_file(directory: Path) -> str:
             return f"{name}: weight_map must be a JSON object, got {_kind(found.get('weight_map'))}"
         if name == CONFIG_FILE and not isinstance(found.get("text_config") or {}, dict):
             return f"{name}: text_config must be a JSON object, got {_kind(found['text_config'])}"
+        for key, dtype in ((key, found.get(key)) for key in DTYPE_KEYS if name == CONFIG_FILE):
+            if isinstance(dtype, str) and (dtype == "auto" or not dtype.isidentifier()):
+                return f"{name}: {key} must be the name of a type, such as bfloat16, got {dtype!r}"
         ends = found.get(EOS_KEY) if name in (CONFIG_FILE, GENERATION_FILE) else None
         listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if any(type(each) is not int or each < 0 for each in listed):

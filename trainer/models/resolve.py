@@ -68,7 +68,7 @@ def _directory(key: str, path: str, revision: str | None) -> Path:
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = "must be a directory or a repository of the hub that can be read"
-        remedy = f"There is no such directory here, and the hub says {reason}"
+        remedy = f"{key}=DIR says where it lies now: no such directory is in {Path.cwd()}, and the hub says {reason}"
         raise StartError(Problem(key=key, rule=rule, value=path, remedy=remedy)) from error
     # A model of the hub is here only now, and the files of another may have been changed since the run began.
     if isinstance(found := find_model(key, str(directory), None), Problem):
