@@ -128,6 +128,17 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         weight_files(tmp_path)
 
 
+def test_an_index_that_names_the_wrong_file_of_a_tensor_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    path, index = save_policy(tmp_path), tmp_path / "model.safetensors.index.json"
+    load_causal_lm(path, attention=None).save_pretrained(path, max_shard_size="20KB")
+    (path / "model.safetensors").unlink()
+    expected, listed = weight_files(path), json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": dict(zip(listed, reversed(listed.values()), strict=True))}))
+    assert weight_files(path) == expected
+    assert {name: file.name for name, file in expected.items()} == listed
+    check_files(path)
+
+
 def test_an_index_that_a_later_save_left_behind_is_not_read(tmp_path: Path) -> None:
     path = save_policy(tmp_path)
     model, before = load_causal_lm(path, attention=None), weight_files(path)

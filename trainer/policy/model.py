@@ -278,15 +278,17 @@ def read_shard(
 def weight_files(path: Path) -> dict[str, Path]:
     """Tensor name -> the safetensors file of the directory that holds it.
 
-    Raises OSError if there is none, and ValueError if the index names a file outside the directory.
+    As with transformers, the index says which files are read, not what is in them. Raises OSError if there is none, and
+    ValueError if the index names a file outside the directory.
     """
-    if listed := indexed_files(path):
-        return {name: inside(path, file) for name, file in listed.items()}
-    single = path / WEIGHT_FILE
-    if not single.is_file():
+    files = [inside(path, name) for name in sorted(set(indexed_files(path).values()))]
+    if not files and not (path / WEIGHT_FILE).is_file():
         raise FileNotFoundError(f"model.path={path} has neither {WEIGHT_FILE} nor {INDEX_FILE}")
-    with safe_open(single, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), single)
+    found: dict[str, Path] = {}
+    for file in files or [path / WEIGHT_FILE]:
+        with safe_open(file, framework="pt") as tensors:
+            found |= dict.fromkeys(tensors.keys(), file)
+    return found
 
 
 def tensor_shapes(model: ScoringModel, part: Part = Part.whole) -> list[TensorShape]:
