@@ -44,11 +44,12 @@ MEDIUM = {"bytes", "path"}
 SHORT_FLOATS: Mapping[str | None, type] = {"float16": np.float16, "float32": np.float32}
 """Type of a column -> type whose text is the shortest that means the number."""
 TEXT_CELLS: Mapping[str, Any] = {
-    "converters": dict.fromkeys(range(1000), str), "keep_default_na": False, "index_col": False
+    "converters": dict.fromkeys(range(1000), str), "keep_default_na": False, "index_col": False,
+    "skipinitialspace": True,
 }  # fmt: skip
 """Options for a reader of csv: the cells of every column, by its position, are text. CSV has no types: guessed ones
 would turn 007 into 7, NA into null and, beside an empty cell, 42 into 42.0. Where rows have more fields than the header
-the first would be an index, and all others move."""
+the first would be an index, and all others move. Some writers put a space behind each comma."""
 SHOWN_CHARS = 1000
 """Characters that are kept of a line that cannot be read."""
 
@@ -388,7 +389,7 @@ def _refuse_same_names(path: Path) -> None:
     """Raise ValueError for a csv file with two columns of one name."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            names = next(csv.reader(file), [])
+            names = next(csv.reader(file, skipinitialspace=True), [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} could not be read: {error}") from error
     if twice := sorted({name for name in names if names.count(name) > 1}):

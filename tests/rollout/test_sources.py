@@ -145,6 +145,7 @@ def test_cells_of_csv_are_text_wherever_the_file_lies(tmp_path, tokenizer):
     text = Path(path).read_text(encoding="utf-8")
     for name, content in (
         ("tabs.tsv", text.replace(",", "\t").encode()),
+        ("spaces.csv", text.replace(",", ", ").encode()),
         ("packed.csv.gz", gzip.compress(text.encode())),
     ):
         directory = tmp_path / name
