@@ -69,9 +69,11 @@ def test_an_adapter_as_a_model_is_called_one(tmp_path: Path) -> None:
     assert f"checkpoint={tmp_path}" in problem
 
 
-def test_a_list_for_a_text_is_answered_with_a_regular_expression() -> None:
+def test_a_list_for_a_text_is_answered_with_the_text_that_means_several() -> None:
     problem = str(wrong_value("policy.lora.targets", ["q_proj", "v_proj"], str, default="all"))
     assert "policy.lora.targets='.*(q_proj|v_proj)'. The default is all." in problem
+    problem = str(wrong_value("data.train_path", ["a.jsonl", "b.jsonl"], str))
+    assert "a pattern of files data.train_path='DIR/*.jsonl'" in problem and "regular" not in problem
 
 
 def test_targets_that_sglang_cannot_hold_apart_are_refused() -> None:

@@ -65,8 +65,10 @@ def wrong_value(key: str, value: object, hint: Any, *, default: object = "") -> 
     elif get_origin(hint) is list and isinstance(value, str | int | float) and "[" not in str(value):
         remedy = f"Write {key}=[{value}]."
     elif hint is str and isinstance(value, list):
-        either = "|".join(map(str, value))
-        remedy = f"Write one text, or where the key takes a regular expression {key}='.*({either})'. {remedy}".rstrip()
+        several = f"where the key takes a regular expression {key}='.*({'|'.join(map(str, value))})'"
+        if key.endswith("_path"):
+            several = f"a pattern of files {key}='DIR/*.jsonl'"
+        remedy = f"Write one text, or {several}. {remedy}".rstrip()
     return Problem(key=key, rule=f"must be {accepted(hint)}", value=value, remedy=remedy)
 
 
