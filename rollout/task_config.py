@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from algorithms.config import Checked, Custom, Problem
-from algorithms.config.home import PathText
+from algorithms.config.home import MAY_NAME_PATHS, PathText
 from algorithms.config.rules import Rule, above, at_least, given, ruled, within
 from rollout.similar_file import similar_file
 
@@ -36,6 +36,8 @@ class CallsConfig(Checked):
     outage_wait_s: float = ruled(300.0, at_least(0))
     """Seconds for which the run waits while every call fails, as when a server of somebody else is away; 0 waits for
     nothing."""
+    arguments: Annotated[dict[str, Any], MAY_NAME_PATHS] = field(default_factory=dict)
+    """Values of further parameters of your function, by name; numbers, texts, lists and mappings."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,6 +79,8 @@ class RewardConfig(CallsConfig):
         )
 
     def conflicts(self) -> Iterator[Problem]:
+        if self.arguments and ":" not in self.function:
+            yield self.broken("arguments", f"must be {{}} with reward.function={self.function}, which takes none")
         if not self.correct > self.incorrect:
             yield self.broken("correct", f"must be > reward.incorrect ({self.incorrect})")
 

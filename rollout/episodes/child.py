@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from rollout.episodes.episode import Episode, EpisodeError, Vocabulary, check_rollout_fn
 from rollout.episodes.tools import ROLLOUTS
 from rollout.processes.custom_code import is_custom, load_function
 from rollout.user_code.serving import Ask, Overlapping, Reply, serve
 
 
-def load(function: str, tokenizer_file: str) -> Overlapping:
-    """The rollout function with this name, built-in or in a file, which reads text with a tokenizer.json."""
-    found = load_function(function, key="episode.function") if is_custom(function) else ROLLOUTS[function]
+def load(function: str, tokenizer_file: str, arguments: str) -> Overlapping:
+    """The rollout function with this name, built-in, or in a file with `arguments`, a JSON object; it reads text with a
+    tokenizer.json."""
+    given = orjson.loads(arguments)
+    own = is_custom(function)
+    found = load_function(function, key="episode.function", arguments=given) if own else ROLLOUTS[function]
     rollout = check_rollout_fn(found, name=function)
     vocabulary = Vocabulary(tokenizer_file)
 

@@ -10,7 +10,7 @@ from algorithms.config.home import PathText
 from algorithms.config.rules import above, at_least, ruled
 from rollout.config import CollectConfig
 from rollout.episodes.tools import ROLLOUTS
-from rollout.processes.custom_code import function_problem, similar_custom
+from rollout.processes.custom_code import function_problem, is_custom, similar_custom
 from rollout.task_config import CallsConfig
 
 
@@ -28,6 +28,8 @@ class EpisodeConfig(CallsConfig):
     def conflicts(self) -> Iterator[Problem]:
         if self.function is not None and (rule := function_problem(self.function, ROLLOUTS)):
             yield self.broken("function", rule, similar_custom(self.function))
+        if self.arguments and (self.function is None or not is_custom(self.function)):
+            yield self.broken("arguments", "must be {} without a function of your own")
 
 
 def episode_problems(episode: EpisodeConfig, collect: CollectConfig) -> Iterator[Problem]:

@@ -186,6 +186,9 @@ def whole_number(value: object, what: str) -> int:
 
 def check_rollout_fn(found: object, *, name: str) -> RolloutFn:
     """Return `found` if it is a rollout function; raises ValueError with the required signature if not."""
-    if not inspect.iscoroutinefunction(found) or len(inspect.signature(found).parameters) != 1:
-        raise ValueError(f"episode.function={name} must be `async def` with one parameter, the episode")
-    return found
+    if inspect.iscoroutinefunction(found):
+        parameters = inspect.signature(found).parameters.values()
+        if len([each for each in parameters if each.default is each.empty]) == 1:
+            return found
+    rule = "`async def` with one parameter, the episode; episode.arguments gives others their values"
+    raise ValueError(f"episode.function={name} must be {rule}")

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import orjson
+
 from rollout.engine import wait_for
 from rollout.episodes.config import EpisodeConfig
 from rollout.episodes.running import RunningEpisode, Wish, read_observed, read_wish
@@ -30,6 +32,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EPISODES = Kind(section="episode", module="rollout.episodes.child", read=read_observed, read_question=read_wish)
+
+
+def worker_words(config: EpisodeConfig, tokenizer_file: Path | str) -> list[str]:
+    """What a process that runs rollout functions is started with, beside the function."""
+    return [str(tokenizer_file), orjson.dumps(config.arguments).decode()]
+
+
 TICK_S = 0.02
 """Seconds of waiting per poll of the engines, while rollout functions may also do something."""
 
@@ -70,7 +79,7 @@ class EpisodeSampler:
     def __init__(self, sampler: Sampler, config: EpisodeConfig, *, tokenizer_file: Path) -> None:
         """`tokenizer_file` is the path of the model's tokenizer.json."""
         self._sampler = sampler
-        self._pool = CallPool(EPISODES, config.function or "", config, more=[str(tokenizer_file)])
+        self._pool = CallPool(EPISODES, config.function or "", config, more=worker_words(config, tokenizer_file))
         self._tickets = itertools.count()
         self._episodes: dict[int, RunningEpisode] = {}
         self._turns: dict[int, GenerateRequest] = {}

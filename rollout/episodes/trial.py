@@ -13,7 +13,7 @@ import orjson
 
 from rollout.engine import wait_for
 from rollout.episodes.config import EpisodeConfig
-from rollout.episodes.sampler import EPISODES, EpisodeSampler
+from rollout.episodes.sampler import EPISODES, EpisodeSampler, worker_words
 from rollout.episodes.vocabulary import Vocabulary
 from rollout.processes.child_process import START_TIMEOUT_S, ChildStartError, with_remedy
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
@@ -33,11 +33,11 @@ class Trial(NamedTuple):
     """Turns that the function had got by then. Before the first, nothing that a model writes can be the cause."""
 
 
-def load_problem(function: str) -> str:
+def load_problem(config: EpisodeConfig) -> str:
     """The reason why a rollout function cannot be loaded in its process; "" if it can."""
     inbox: queue.SimpleQueue[Said] = queue.SimpleQueue()
     try:
-        worker = Worker(EPISODES, [function, ""], inbox)
+        worker = Worker(EPISODES, [config.function or "", *worker_words(config, "")], inbox)
     except ChildStartError as error:
         return str(error)
     try:

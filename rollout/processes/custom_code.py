@@ -7,10 +7,11 @@ import importlib.util
 import inspect
 import sys
 import sysconfig
-from collections.abc import Collection
-from functools import cache
+from collections.abc import Collection, Mapping
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import xxhash
 
@@ -96,8 +97,11 @@ def is_async_function(function: str) -> bool:
     return path != "" and name in _defined(path, ast.AsyncFunctionDef)
 
 
-def load_function(function: str, *, key: str) -> object:
-    """Run the file and return the function; raises ValueError, naming the config `key`, if the name is not defined."""
+def load_function(function: str, *, key: str, arguments: Mapping[str, Any] | None = None) -> object:
+    """Run the file and return the function, with the `arguments` of the config given to it.
+
+    Raises ValueError, naming the config `key`, if the name is not defined or has no such parameter.
+    """
     if problem := custom_problem(function):
         raise ValueError(f"{key}={function} {problem}")
     file, _, name = function.rpartition(":")
@@ -107,7 +111,16 @@ def load_function(function: str, *, key: str) -> object:
     if not callable(found):
         has = ", ".join(sorted(n for n, value in vars(module).items() if inspect.isfunction(value))) or "no function"
         raise ValueError(f"{key}={function}: {path.name} has no function {name!r}; it has {has}")
-    return found
+    if not arguments:
+        return found
+    parameters = inspect.signature(found).parameters
+    unknown = [name for name in arguments if name not in parameters]
+    if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        section = key.partition(".")[0]
+        raise ValueError(
+            f"{section}.arguments.{unknown[0]} is no parameter of {name}, which has {', '.join(parameters)}"
+        )
+    return partial(found, **arguments)
 
 
 @cache

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 from rollout.processes.child_process import described
 from rollout.processes.custom_code import is_custom
 from rollout.rewards.answer_rules import RULES, RewardRule
@@ -12,10 +14,10 @@ from rollout.rewards.custom import load_custom
 from rollout.user_code.serving import Blocking, Overlapping, Reply, serve
 
 
-def load(function: str) -> Blocking | Overlapping:
-    """Load a rule or a custom function."""
+def load(function: str, arguments: str) -> Blocking | Overlapping:
+    """Load a rule, or a custom function with `arguments`, a JSON object."""
     if is_custom(function):
-        return load_custom(function).work()
+        return load_custom(function, orjson.loads(arguments)).work()
     rule = RULES[function]
     rule.judge("1", "1")  # imports what the rule needs, before a deadline runs
     return Blocking(run=lambda items: [judge(rule, item) for item in items], items=rule.at_once)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from rollout.data.data_files import plain_text
@@ -168,13 +169,15 @@ def _number(value: object, name: object) -> float:
     return number
 
 
-def load_custom(function: str) -> CustomReward:
+def load_custom(function: str, arguments: Mapping[str, Any] | None = None) -> CustomReward:
     """Run the file and return the function. Raises ValueError if it is missing or requires an unknown parameter."""
-    found = load_function(function, key="reward.function")
+    found = load_function(function, key="reward.function", arguments=arguments)
     assert callable(found)
     needed: list[str] = []
     given: list[str] = []
     for parameter in inspect.signature(found).parameters.values():
+        if parameter.name in (arguments or ()):
+            continue
         if parameter.name in ONE or parameter.name in MANY:
             given.append(parameter.name)
         elif parameter.default is parameter.empty and parameter.kind not in (
@@ -182,7 +185,8 @@ def load_custom(function: str) -> CustomReward:
             parameter.VAR_POSITIONAL,
         ):
             needed.append(parameter.name)
-    is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
+    inner = found.func if isinstance(found, partial) else found
+    is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
     for table, calling in ((ONE, Calling.overlapping if is_async else Calling.single), (MANY, Calling.batch)):
         if given and not needed and all(name in table for name in given) and not (is_async and table is MANY):
             parameters = {name: table[name] for name in given}

@@ -7,6 +7,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from rollout.rewards.custom import MAX_SCORE
 from rollout.task_config import RewardConfig
 from rollout.user_code.pool import CallPool, Ended, Outcome
@@ -55,7 +57,8 @@ def is_correct(outcome: Outcome) -> bool:
 def reward_pool(config: RewardConfig) -> CallPool:
     """The workers that judge with reward.function; they start with the first item."""
     kind = Kind(section="reward", module="rollout.rewards.child", read=read_judgment)
-    return CallPool(kind, config.function, config, max_open=config.max_open_calls)
+    arguments = orjson.dumps(config.arguments).decode()
+    return CallPool(kind, config.function, config, max_open=config.max_open_calls, more=[arguments])
 
 
 def judged(config: RewardConfig, items: Sequence[Mapping[str, Any]]) -> list[Outcome]:

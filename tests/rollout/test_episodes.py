@@ -154,6 +154,17 @@ def test_a_function_is_given_the_other_columns_and_the_engine_is_not(episodes):
     assert request.for_engine() == replace(request, row={})
 
 
+def test_further_parameters_have_the_values_of_the_config(episodes):
+    source = """
+        async def rollout(episode, shown, *, most):
+            await episode.generate(max_new_tokens=most)
+            episode.observe(shown)
+    """
+    sampler = episodes(source, arguments={"shown": [2, 3], "most": 1})
+    [generation] = sampler.generate(make_requests(1))
+    assert generation.token_ids[1:] == [2, 3] and generation.sampled == [True, False, False]
+
+
 TWO_TURNS = """
     async def rollout(episode):
         first = await episode.generate(stop=["=", 5], max_new_tokens=6)
@@ -519,7 +530,7 @@ def test_an_answer_that_comes_after_its_turn_was_given_up_is_not_taken_for_the_n
         """)
     )
     inbox = queue.SimpleQueue()
-    worker = Worker(EPISODES, [f"{tmp_path}/own.py:rollout", str(model_path / "tokenizer.json")], inbox)
+    worker = Worker(EPISODES, [f"{tmp_path}/own.py:rollout", str(model_path / "tokenizer.json"), "{}"], inbox)
     item = {"token_ids": [2], "answer": "7", "row": {}, "max_new_tokens": 9}
 
     def answer(question, tokens):

@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from algorithms.config import ConfigError
+from rollout.task_config import RewardConfig
 from rollout.user_code import pool as pool_module
 from rollout.user_code.outage import OUTAGE_CALLS
 from rollout.user_code.pool import Ended, Failure, Repeated, UserCodeError
@@ -492,3 +494,24 @@ def test_a_busy_machine_makes_no_response_wrong(pool_of, head):
             process.wait()
     assert compute.failure is None
     assert (wait.failure, wait.proven) == (Failure.timeout, True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def reward(response, threshold, *, scale=1.0): return scale * (len(response) > threshold)",
+        "async def reward(response, threshold, scale=1.0): return scale * (len(response) > threshold)",
+        "def reward(responses, threshold, scale=1.0): return [scale * (len(each) > threshold) for each in responses]",
+        "def reward(response, **more): return more['scale'] * (len(response) > more['threshold'])",
+    ],
+)
+def test_further_parameters_have_the_values_of_the_config(pool_of, source):
+    assert scores(pool_of(source, arguments={"threshold": 2, "scale": 4.0}), ["a", "abc"]) == [0.0, 4.0]
+
+
+def test_an_argument_that_is_no_parameter_is_named(pool_of):
+    pool = pool_of("def reward(response, threshold): return 1.0", arguments={"treshold": 2})
+    with pytest.raises(UserCodeError, match=r"reward\.arguments\.treshold is no parameter of reward, which has resp"):
+        scores(pool, ["a"])
+    with pytest.raises(ConfigError, match=r"arguments must be \{\} with reward\.function=gsm8k"):
+        RewardConfig(function="gsm8k", arguments={"threshold": 2})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout.episodes.config import EpisodeConfig
 from rollout.episodes.trial import load_problem
 from rollout.rewards import Scorer
 from rollout.task_config import RewardConfig
@@ -56,7 +57,7 @@ def test_prints_go_to_one_file_without_secrets_and_not_to_the_terminal(
     with printed_log(logs):
         assert not logs.exists(), "no prints, no file"
         score(tmp_path / "own.py", ["7", *"12345"])  # the worker of 7 ends without flushing anything
-        assert load_problem(f"{tmp_path}/turns.py:rollout") == ""
+        assert load_problem(EpisodeConfig(function=f"{tmp_path}/turns.py:rollout")) == ""
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("", "")
     text = (logs / PRINTED_FILE).read_text(encoding="utf-8")

@@ -282,7 +282,7 @@ def vocabulary_problems(directory: Path, *, largest_token: int, stop_ids: Sequen
 def _episode_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield the problem of a rollout function of the user's own that cannot be loaded."""
     name = config.episode.function
-    if name is not None and is_custom(name) and (reason := load_problem(name)):
+    if name is not None and is_custom(name) and (reason := load_problem(config.episode)):
         yield config.broken("episode.function", "must be a rollout function that can be loaded", f"It failed: {reason}")
 
 
