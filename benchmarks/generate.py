@@ -34,7 +34,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollout.collect.requests import make_sample
-from rollout.config import DType, TorchEngineConfig
+from rollout.config import DType
+from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.torch.kv_cache import Prefill, Step
 from rollout.torch.model import Decoder

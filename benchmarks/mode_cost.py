@@ -36,8 +36,9 @@ from algorithms.config import (
     TISConfig,
     VanillaISConfig,
 )
-from rollout.config import DType, SamplingConfig, TorchEngineConfig
+from rollout.config import DType, SamplingConfig
 from rollout.task_config import ArithmeticDataConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.batch.packing import micro_batch, pack, split_mini_batches
 from trainer.batch.train_batch import TrainBatch

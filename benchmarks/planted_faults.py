@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from rollout.collect.requests import make_sample
 from rollout.config import DType, Quantization
+from rollout.model.rounding import round_inputs
 from rollout.torch.decoding import Batch
 from rollout.torch.kv_cache import SLOT_ATTENTION, Step
-from rollout.torch.model import Decoder, round_inputs
+from rollout.torch.model import Decoder
 from rollout.types import FinishReason, GenerateRequest, Sample, SamplingParams
 from rollout.weights.packed_weights import DTYPES
 from rollout.weights.quantization import on_grid

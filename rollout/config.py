@@ -1,18 +1,22 @@
-"""Configuration of rollouts: engines, sampling, collection. No torch, no Ray, no SGLang."""
+"""Configuration of rollouts: engines, sampling, collection. No torch, no Ray, no SGLang.
+
+Each kind of engine has a subclass of `EngineConfig` in its own room, of which the rest of the project asks all that
+depends on the engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from algorithms.config import Checked, Custom, Problem
-from algorithms.config.home import MAY_NAME_PATHS
 from algorithms.config.rules import Rule, above, at_least, ruled, within
 
 if TYPE_CHECKING:
+    from rollout.engine import Engine, EngineSetup
+    from rollout.processes.gpu_host import Lack
     from rollout.types import SampleGroup
 
 
@@ -36,11 +40,17 @@ class Quantization(Enum):
     """4-bit integers, one scale per 128 inputs of an output channel: a stress test of the correction."""
 
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of hosts that only this machine can reach."""
+
+
 @dataclass(kw_only=True, slots=True)
 class EngineConfig(Checked):
     """Keys of every rollout engine. Choose the kind of engine with `rollout=sglang` or `rollout=torch`."""
 
     kind: ClassVar[str] = ""
+    graph_bytes: ClassVar[int] = 0
+    """Memory of the host that an engine takes for each of its GPUs if it sleeps, in addition to that of a process."""
     num_engines: int = ruled(1, at_least(1))
     """Number of rollout workers, each with one engine and a full copy of the weights."""
     dtype: DType = DType.bfloat16
@@ -92,173 +102,59 @@ class EngineConfig(Checked):
         """True if the engines load 8-bit values and scales; other engines load dequantised weights in `dtype`."""
         return False
 
+    def use_problems(self, use: EngineUse) -> Iterator[Problem]:
+        """Yield the broken rules about what a run asks of its engines, with whole keys: "sampling.top_k"."""
+        yield from ()
 
-OWNED_SGLANG_ARGS = frozenset({
-    "model_path", "tokenizer_path", "host", "port", "api_key", "admin_api_key", "dtype", "device",
-    "skip_tokenizer_init", "random_seed", "trust_remote_code", "sleep_on_idle", "log_level", "custom_weight_loader",
-    "weight_version",
-})  # fmt: skip
-"""SGLang options that Parity sets itself; a value in engine_args would contradict a key of Parity."""
+    @classmethod
+    def missing_package(cls) -> Problem | None:
+        """The Problem of an engine whose package is not installed."""
+        return None
 
-REFUSED_SGLANG_ARGS = {
-    "enable_custom_logit_processor": "it executes code sent with a request (CVE-2026-7304)",
-    **dict.fromkeys(("enable_metrics", "enable_metrics_for_all_schedulers"), "/metrics would answer without a key"),
-    **dict.fromkeys(
-        (
-            "decoupled_spec_bind_endpoint", "decoupled_spec_connect_endpoints", "disaggregation_bootstrap_port",
-            "disaggregation_mode", "dist_init_addr", "enable_trace", "encoder_bootstrap_port", "encoder_register_urls",
-            "encoder_urls", "engine_info_bootstrap_port", "gated_launch_port", "grpc_mode", "grpc_port",
-            "kv_events_config", "load_publish_endpoint", "otlp_traces_endpoint",
-            "remote_instance_weight_loader_seed_instance_ip",
-            "remote_instance_weight_loader_seed_instance_service_port",
-            "remote_instance_weight_loader_send_weights_group_ports", "smg_grpc_mode", "smg_http_sidecar_port",
-        ),
-        "the server would listen at another port, or connect to another address, without a key",
-    ),
-}  # fmt: skip
-"""SGLang options that are refused -> the reason."""
+    def gpu_lacks(self, *, sleeps: bool) -> list[Lack]:
+        """What an engine on a GPU of this host lacks beside torch with CUDA; `sleeps`: it has to free its memory."""
+        return []
 
-QUANTIZED_SGLANG_ARGS = ("json_model_override_args", "load_format")
-"""SGLang options that Parity sets for engines that load quantised weights."""
+    def context_length(self, model: Mapping[str, Any]) -> int | None:
+        """Tokens of the longest prompt with its response, for a model with this config.json; None: it is not known."""
+        length = model.get("max_position_embeddings")
+        return length if isinstance(length, int) else None
 
-UNSUPPORTED_SGLANG_ARGS = frozenset(
-    {"dp_size", "enable_lora", "ep_size", "lora_paths", "pp_size", "quantization", "speculative_algorithm"}
-)
-"""SGLang options under which the weights of an engine cannot be verified tensor by tensor yet."""
+    def adapter_rule(self, chosen: Iterable[str], *, among: Iterable[str]) -> str:
+        """The rule that an adapter of the layers `chosen` breaks if it is sent by itself; "" if it breaks none."""
+        return ""
 
+    def taken_bytes(self, gpu_bytes: int) -> int | None:
+        """Bytes that an engine takes of each of its GPUs, of `gpu_bytes` each; None: what weights and cache need."""
+        return None
 
-class PauseMode(Enum):
-    """Treatment of unfinished responses while an engine loads new weights."""
-
-    retract = "retract"
-    """Responses continue with the new weights after a new prefill of prompt and tokens so far: exact, at the cost of
-    the prefill."""
-    in_place = "in_place"
-    """Responses continue with the new weights and the KV cache of the old weights: no prefill, but later tokens are
-    sampled from a mix of old KV cache and new weights, which is the policy of no version."""
-    abort = "abort"
-    """Responses end at the tokens so far; the collector may resume them."""
-
-
-SGLANG_REMEDY = 'make setup in the checkout, or pip install -e ".[sglang]" there, or use rollout=torch'
-"""Remedy if SGLang is not installed."""
-MAX_REPLY_BYTES = 64 << 20
-"""Size at which a reply of a server is given up. A token takes about 60 bytes, and 7 per kept token of its support."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Names of hosts that only this machine can reach."""
+    def build(self, setup: EngineSetup) -> Engine:
+        """Make the engine of one worker, not yet started. What is slow to import is imported here."""
+        raise NotImplementedError(f"{type(self).__name__}.build")
 
 
 @dataclass(kw_only=True, slots=True)
-class SGLangConfig(EngineConfig):
-    """A real SGLang server per rollout worker, over loopback HTTP."""
+class CustomEngine(EngineConfig, Custom):
+    """An engine of a user: `build` makes it. tests/rollout/toy_engine.py is one, docs/rollouts.md has its contract."""
 
-    kind: ClassVar[str] = "sglang"
-    pause_mode: PauseMode = PauseMode.retract
-    """Treatment of unfinished responses while weights are replaced. Vetted: retract."""
-    servers: list[str] = field(default_factory=list)
-    """URLs of running servers, one per engine, for example ["http://127.0.0.1:30000"]; Parity then starts no server.
-    The API keys come from the environment: PARITY_SGLANG_API_KEY and PARITY_SGLANG_ADMIN_API_KEY."""
-    allow_remote: bool = False
-    """Allow servers on other machines. Prompts, responses and keys then cross the network."""
-    engine_args: Annotated[dict[str, Any], MAY_NAME_PATHS] = field(default_factory=dict)
-    """SGLang server options in snake_case, passed through; ~ or ~user at the start of a text becomes that home
-    directory where there is such a user. Add one with +rollout.engine_args.NAME=value. tp_size is the number of GPUs of
-    one engine (tensor parallelism), which are on one machine."""
-
-    @property
-    def max_running(self) -> int | None:
-        limit = self.engine_args.get("max_running_requests")
-        return limit if isinstance(limit, int) and limit > 0 else None
-
-    @property
-    def tp_size(self) -> int:
-        size = self.engine_args.get("tp_size", 1)
-        return size if isinstance(size, int) and size > 0 else 1
-
-    @property
-    def takes_quantized(self) -> bool:
-        return self.gpus_per_engine > 0 and self.quantization in (Quantization.fp8, Quantization.int8)
-
-    def conflicts(self) -> Iterator[Problem]:
-        yield from self._server_problems()
-        kind = f"rollout.quantization={self.quantization.name}"
-        if self.takes_quantized and self.dtype is DType.float32:
-            rule = f"must be bfloat16 or float16 with {kind}: SGLang's 8-bit layers have no float32 output"
-            yield self.broken("dtype", rule)
-        tp_size = self.engine_args.get("tp_size", 1)
-        if not isinstance(tp_size, int) or tp_size < 1:
-            yield Problem(key="engine_args.tp_size", rule="must be an integer >= 1", value=tp_size)
-        elif self.gpus_per_engine > tp_size:
-            rule = f"must be rollout.gpus_per_engine ({self.gpus_per_engine:g}): an engine has one process per GPU"
-            yield Problem(key="engine_args.tp_size", rule=rule, value=tp_size)
-        for key, value in self.engine_args.items():
-            if key in OWNED_SGLANG_ARGS:
-                rule, remedy = "is set by Parity", "Remove it."
-            elif key in QUANTIZED_SGLANG_ARGS and self.takes_quantized:
-                rule, remedy = f"is set by Parity with {kind}", "Remove it, or use rollout.quantization=none."
-            elif key in REFUSED_SGLANG_ARGS:
-                rule, remedy = f"is refused: {REFUSED_SGLANG_ARGS[key]}", "Remove it."
-            elif key in UNSUPPORTED_SGLANG_ARGS and value not in (None, False, 1):
-                rule = "is not supported: the engine's weights could not be verified"
-                remedy = "Remove it; there are more engines (rollout.num_engines) and rollout.quantization."
-            else:
-                continue
-            yield Problem(key=f"engine_args.{key}", rule=rule, value=value, remedy=remedy)
-
-    def _server_problems(self) -> Iterator[Problem]:
-        """Yield broken rules about running servers (`servers`)."""
-        if not self.servers:
-            return
-        if len(self.servers) != self.num_engines:
-            yield self.broken(
-                "num_engines",
-                f"must be the number of rollout.servers ({len(self.servers)})",
-                f"Set rollout.num_engines={len(self.servers)}.",
-            )
-        if len(set(self.servers)) != len(self.servers):
-            yield self.broken("servers", "must name every server once")
-        if self.engine_args or self.gpus_per_engine > 0:
-            yield self.broken(
-                "servers",
-                "must be empty with engine_args or gpus_per_engine: those say how servers are started",
-                "Remove them; whoever starts the servers chooses their options and GPUs.",
-            )
-        for server in self.servers:
-            rule, remedy = _address_problem(server, allow_remote=self.allow_remote)
-            if rule:
-                yield Problem(key="servers", rule=rule, value=server, remedy=remedy)
+    kind: ClassVar[str] = "custom"
 
 
-def _address_problem(server: str, *, allow_remote: bool) -> tuple[str, str]:
-    """(rule, remedy) of the rule that the address of a server breaks; empty texts if the address is valid."""
-    try:
-        parts = urlsplit(server)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        return f"must be scheme, host and port: {error}", "For example http://127.0.0.1:30000."
-    if parts.scheme not in ("http", "https") or not host or not port or parts.path.strip("/") or parts.query:
-        return "must be scheme, host and port, nothing else", "For example http://127.0.0.1:30000."
-    if parts.username or parts.password:
-        return "must hold no key", "Set PARITY_SGLANG_API_KEY and PARITY_SGLANG_ADMIN_API_KEY in the environment."
-    if host not in LOOPBACK and not allow_remote:
-        return (
-            "must be on this machine: prompts, responses, weights and keys would cross the network",
-            "Set rollout.allow_remote=true if the network between is yours, and prefer https.",
-        )
-    return "", ""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineUse:
+    """What a run asks of its engines, in other sections of the config."""
 
-
-@dataclass(kw_only=True, slots=True)
-class TorchEngineConfig(EngineConfig):
-    """The embedded engine: transformers in the worker's process, no server. Deterministic; the reference in tests."""
-
-    kind: ClassVar[str] = "torch"
-    max_batch_size: int = ruled(256, at_least(1))
-    """Largest number of sequences decoded together; a waiting sequence takes the slot of a finished one."""
-
-    @property
-    def max_running(self) -> int | None:
-        return self.max_batch_size
+    sampling: SamplingConfig
+    lora_rank: int
+    """Rank of the policy's adapter; 0 without one."""
+    sends_adapter: bool
+    """True if the engines get the adapter by itself."""
+    schedule: str
+    """Name of the schedule."""
+    updates_in_flight: bool
+    """True if weights change while responses are unfinished."""
+    trains: bool = True
+    """False in an evaluation, which has no ranks."""
 
 
 TOP_P = within(0, 1, "(]")

@@ -14,13 +14,51 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from rollout.config import EngineConfig
 from rollout.supports import joined
-from rollout.types import Completion, FinishReason, GenerateRequest, Generation, PackedWeights, WeightLayout
+from rollout.types import (
+    AdapterSpec,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    PackedWeights,
+    WeightLayout,
+)
 
 POLL_S = 5.0
 """Seconds of one poll of a caller that has no other work."""
 ABORT_TIMEOUT_S = 20.0
 """Seconds after which an engine gives an aborted request up that has not ended, without its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSetup:
+    """Settings with which a worker starts its engine."""
+
+    config: EngineConfig
+    index: int
+    """Index of the engine, 0 .. num_engines - 1."""
+    seed: int
+    """Run seed; engines derive distinct seeds from the run seed and `index`."""
+    device: str
+    """Device of the engine: "cpu" or "cuda"."""
+    num_threads: int
+    """Number of compute threads of the engine on a CPU."""
+    log_dir: Path
+    """Directory of the server's log file and of the file of stacks."""
+    model_path: Path
+    gpus: tuple[str, ...] = ()
+    """GPUs of the engine, as CUDA names them on this machine; Ray shows the worker only the first of those that are
+    shared with ranks. Empty on a CPU."""
+    sleeps: bool = False
+    """True if the engine must be able to free its GPU's memory."""
+    cache_tokens: int | None = None
+    """Tokens that the engine must be able to hold, because the one before it could; None leaves it to the engine."""
+    adapter: AdapterSpec | None = None
+    """The adapter that the engine gets beside the weights; None if it gets all weights."""
+    num_requests: int = 0
+    """Requests that the engine gets for a step, if all engines get as many."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,6 +102,10 @@ class EngineError(RuntimeError):
 
 class WeightSyncError(EngineError):
     """The engine does not hold the sent weights: the message names the tensor, both digests and both versions."""
+
+
+class LayoutError(ValueError):
+    """The tensors that are sent cannot make up what the engine holds."""
 
 
 class BroadcastError(EngineError):

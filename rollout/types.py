@@ -7,15 +7,20 @@ T: tokens of one sample (prompt and response), R: response tokens, P: prompt tok
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import Quantization
 from rollout.supports import Supports, no_supports
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_LOGPROB = 1e-4
 """Largest valid log-prob: a log-prob may exceed 0 by rounding only."""
@@ -316,22 +321,25 @@ class QuantizationReport:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightLayout:
-    """How an SGLang engine holds the weights: all that the digests that it reports of them depend on."""
+class Digester(Protocol):
+    """Makes the digests that an engine must report, while the weights pass by."""
 
-    parameters: tuple[str, ...]
-    """Names of the engine's parameters, the same on every rank."""
-    num_ranks: int
-    """Ranks of the engine's tensor parallelism."""
-    num_kv_heads: int
-    """Key/value heads of the model."""
-    dtype: str
-    """torch dtype of what is not quantised, without the prefix."""
-    device: str
-    """"cpu" or "cuda": SGLang digests with different functions."""
-    quantization: Quantization
-    """Format in which the engine itself holds projections."""
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take the tensor `name` as it is sent; it must not change before `result`. Raises LayoutError."""
+        ...
+
+    def result(self) -> list[dict[str, str]]:
+        """Rank of the engine -> parameter -> digest, 16 hex digits. Raises WeightSyncError if a tensor is missing."""
+        ...
+
+
+class WeightLayout(ABC):
+    """How an engine holds the weights: all that the digests that it reports depend on. Hashable and picklable."""
+
+    @abstractmethod
+    def expected(self, *, sent: Iterable[str], of_adapter: bool) -> Digester:
+        """The digester of what is sent together: the adapter, or the other weights. Raises LayoutError for tensors, by
+        their names `sent`, that cannot make up what the engine holds."""
 
 
 EngineDigests = dict[WeightLayout, list[dict[str, str]]]

@@ -21,6 +21,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_style import ROOT, SOURCE_DIRS, Source, parse, sources
 
+from rollout.group.engines import ENGINES
+
 TOP_LEVEL = frozenset(
     [
         "pyproject.toml",
@@ -58,6 +60,7 @@ ROOMS = (
     "rollout/collect",
     "rollout/episodes",
     "rollout/weights",
+    "rollout/model",
     "rollout/exact",
     "rollout/sglang/cpu",
     "rollout/sglang",
@@ -231,6 +234,37 @@ def test_no_files_import_each_other() -> None:
         for name, source in files.items()
     }
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the files
+
+
+def engines_named(source: Source) -> Iterator[str]:
+    """Where `source` names an engine: it asks the config of the engine, which may be a user's own."""
+    names = {kind.__name__ for kind in ENGINES.values()}
+    for line, module in imported_modules(source):
+        if module.startswith(("rollout.sglang", "rollout.torch")):
+            yield f"{source.path}:{line}: imports {module}"
+    for line, module in runtime_imports(source):
+        if module.rpartition(".")[2] in {*names, "sglang", "torch"} and module.startswith("rollout."):
+            yield f"{source.path}:{line}: imports {module}"
+
+
+def test_the_trainer_names_no_engine() -> None:
+    """But `parity doctor`, which reports packages."""
+    checked = [source for source in sources("trainer") if source.path != "trainer/cli/doctor.py"]
+    found = [problem for source in checked for problem in engines_named(source)]
+    assert not found, "\n".join(["", *found])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from rollout.sglang.config import SGLangConfig",
+        "def f():\n import rollout.torch.engine",
+        "from rollout import sglang",
+        "from rollout.group.engines import TorchEngineConfig",
+    ],
+)
+def test_engines_that_are_named_are_caught(text: str) -> None:
+    assert list(engines_named(parse(text, "trainer/a.py")))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from gpu_check.host import Host
 from gpu_check.models import QWEN_05B, TINY
 from gpu_check.ranks import Setting, lone_rank, run_config
 from gpu_check.rows import Row, judged, noted
-from rollout.config import Quantization, TorchEngineConfig
+from rollout.config import Quantization
+from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, Generation, Sample, SamplingParams
 from rollout.weights.shared_weights import WeightReader

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from gpu_check.host import NEEDS_CUDA, Host, gib
 from gpu_check.models import QWEN_05B, TINY, hf_config
 from gpu_check.rows import NotRunError, Row, judged, not_run, noted
-from rollout.config import SGLangConfig
 from rollout.engine import EngineError, WeightSyncError
+from rollout.sglang.config import SGLangConfig
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.installation import ServerNeeds
 from rollout.types import GenerateRequest, PackedWeights, SamplingParams

@@ -27,8 +27,9 @@ from algorithms.config import AdvantageConfig, Estimator, PPOClipConfig, TISConf
 from gpu_check.attention_fit import fitting_attention
 from gpu_check.host import Host
 from gpu_check.models import Size, sparse_model
-from rollout.config import DType, SamplingConfig, TorchEngineConfig
+from rollout.config import DType, SamplingConfig
 from rollout.task_config import FileDataConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.batch.packing import micro_batch, step_samples
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples

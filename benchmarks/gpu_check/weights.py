@@ -22,8 +22,9 @@ from gpu_check.ranks import Setting, lone_rank, run_config
 from gpu_check.rows import NotRunError, Row, judged, not_run, noted
 from rollout.config import Quantization
 from rollout.engine import WeightSyncError
+from rollout.sglang.expected import SGLangLayout
 from rollout.sglang.fusing import finished, tile_digest
-from rollout.types import PackedWeights, SharedWeights, WeightLayout
+from rollout.types import PackedWeights, SharedWeights
 from rollout.weights.packed_weights import check_weights, unpack
 from rollout.weights.shared_weights import MappedRegion, WeightReader
 from trainer.policy.model import full_tensors
@@ -71,9 +72,9 @@ def publish(host: Host, size: Size) -> Iterator[Row]:
         yield _flipped(check, last)
 
 
-def _plain_layout(shared: SharedWeights, host: Host) -> WeightLayout:
+def _plain_layout(shared: SharedWeights, host: Host) -> SGLangLayout:
     """An engine that fuses nothing: the bytes to digest are as many."""
-    return WeightLayout(
+    return SGLangLayout(
         parameters=tuple(spec.name for spec in shared.tensors),
         num_ranks=1,
         num_kv_heads=1,

@@ -14,47 +14,18 @@ from pathlib import Path
 
 import ray
 
-from rollout.config import LOOPBACK, EngineConfig, SGLangConfig, TorchEngineConfig
-from rollout.engine import BroadcastError, Engine, EngineError, EngineInfo, WeightReport
+from rollout.config import LOOPBACK
+from rollout.engine import BroadcastError, EngineError, EngineInfo, EngineSetup, WeightReport
 from rollout.processes.inherited import allow_open_files, forget_allocator, forget_launcher
 from rollout.processes.process_marks import ProcessMark, mark_processes, wait_for_end
 from rollout.processes.process_memory import private_bytes
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
-from rollout.types import AdapterSpec, Completion, GenerateRequest, PackedWeights, SharedWeights
+from rollout.types import Completion, GenerateRequest, PackedWeights, SharedWeights
 from rollout.weights.shared_weights import WeightReader
 from rollout.weights.weight_broadcast import WeightReceiver
 
 CONCURRENCY_GROUPS = {"requests": 1, "answers": 1}
 """Concurrency group -> number of actor threads for the methods of the group, besides the thread for other methods."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSetup:
-    """Settings with which a worker starts its engine."""
-
-    config: EngineConfig
-    index: int
-    """Index of the engine, 0 .. num_engines - 1."""
-    seed: int
-    """Run seed; engines derive distinct seeds from the run seed and `index`."""
-    device: str
-    """Device of the engine: "cpu" or "cuda"."""
-    num_threads: int
-    """Number of compute threads of the engine on a CPU."""
-    log_dir: Path
-    """Directory of the server's log file and of the file of stacks."""
-    model_path: Path
-    gpus: tuple[str, ...] = ()
-    """GPUs of the engine, as CUDA names them on this machine; Ray shows the worker only the first of those that are
-    shared with ranks. Empty on a CPU."""
-    sleeps: bool = False
-    """True if the engine must be able to free its GPU's memory, for which SGLang needs a special allocator."""
-    cache_tokens: int | None = None
-    """Tokens that the engine must be able to hold, because the one before it could; None leaves it to the engine."""
-    adapter: AdapterSpec | None = None
-    """The adapter that the engine gets beside the weights; None if it gets all weights."""
-    num_requests: int = 0
-    """Requests that the engine gets for a step, if all engines get as many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,39 +41,6 @@ RELEASE_TIMEOUT_S = 60.0
 """Seconds for the processes of a killed engine to end, and so to give back tens of GiB of a GPU."""
 
 
-def build_engine(setup: EngineSetup) -> Engine:
-    """Make the engine of `setup.config`; imports only that kind of engine."""
-    if isinstance(setup.config, SGLangConfig):
-        from rollout.sglang.engine import SGLangEngine
-        from rollout.sglang.installation import ServerNeeds
-
-        return SGLangEngine(
-            setup.config,
-            index=setup.index,
-            seed=setup.seed,
-            device=setup.device,
-            log_dir=setup.log_dir,
-            num_threads=setup.num_threads,
-            needs=ServerNeeds(
-                sleeps=setup.sleeps,
-                cache_tokens=setup.cache_tokens,
-                adapter=setup.adapter,
-                num_requests=setup.num_requests,
-            ),
-        )
-    if isinstance(setup.config, TorchEngineConfig):
-        from rollout.torch.engine import TorchEngine
-
-        return TorchEngine(
-            setup.config,
-            index=setup.index,
-            device=setup.device,
-            num_threads=setup.num_threads,
-            adapter=setup.adapter,
-        )
-    raise ValueError(f"rollout={setup.config.kind!r} is not an engine; use rollout=sglang or rollout=torch")
-
-
 class RolloutWorker:
     """One engine behind the methods of the Engine protocol."""
 
@@ -115,7 +53,7 @@ class RolloutWorker:
             forget_allocator()
         write_stack_when_asked(setup.log_dir / STACKS_FILE)
         self._setup = setup
-        self._engine = build_engine(setup)
+        self._engine = setup.config.build(setup)
         self._pids: tuple[int, ...] = ()
         self._shared, self._base = WeightReader(), WeightReader()
         self._receiver = WeightReceiver()
@@ -132,7 +70,8 @@ class RolloutWorker:
                     f"engine {self._setup.index} start: processes {left} of the engine before it still run "
                     f"{RELEASE_TIMEOUT_S:.0f} s after SIGKILL, and hold its memory; a driver call may be stuck"
                 )
-            self._engine = build_engine(replace(self._setup, cache_tokens=lost.cache_tokens))
+            setup = replace(self._setup, cache_tokens=lost.cache_tokens)
+            self._engine = setup.config.build(setup)
         info = self._engine.start(self._setup.model_path)
         self._pids = info.pids
         return info, mark_processes((os.getpid(), *info.pids))

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from rollout.config import LOOPBACK, MAX_REPLY_BYTES
+from rollout.config import LOOPBACK
+from rollout.sglang.options import MAX_REPLY_BYTES
 
 HOST = "127.0.0.1"
 SHOWN_REPLY_CHARS = 2000

@@ -1,7 +1,7 @@
-"""What ranks and SGLang need of a GPU host and its packages, and the environment in which a server finds it.
+"""What SGLang needs of a GPU host and its packages, and the environment in which a server finds it.
 
-`parity doctor`, the start of a run, ranks and engines ask `rank_lacks` and `engine_lacks`. Packages are found by their
-metadata; neither torch nor SGLang is imported. SGLang, FlashInfer and Triton compile kernels at run time: compilers and
+`parity doctor`, the start of a run and engines ask `engine_lacks`. Packages are found by their metadata; neither torch
+nor SGLang is imported. SGLang, FlashInfer and Triton compile kernels at run time: compilers and
 toolkit are tried, as they use them (SGLang 0.5.23: kernels/jit/utils/compile; FlashInfer 0.7.2: jit/cpp_ext.py;
 Triton 3.8: runtime/build.py). Not yet run on a GPU.
 """
@@ -16,25 +16,27 @@ import os
 import platform
 import re
 import shutil
-import subprocess
-import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-CUDA_REMEDY = "Run make setup in the checkout on this host, or use the image of the Dockerfile."
+from rollout.processes.gpu_host import (
+    CUDA_REMEDY,
+    Lack,
+    compiler_error,
+    compiler_lacks,
+    installed_version,
+    torch_lacks,
+    triton_lacks,
+)
+
 LIBC_REMEDY = "Use Ubuntu 22.04, Debian 12, RHEL 9 or later, or the image of the Dockerfile."
 TOOLKIT_REMEDY = 'pip install "cuda-toolkit[nvcc,cccl,cudart,curand]==13.0.*", or set CUDA_HOME to a whole toolkit.'
-COMPILER_REMEDY = "apt-get install build-essential, or dnf install gcc-c++ (g++ 11 or later)."
 
 KERNEL_MODULES = {"sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python"}
 """Module that SGLang imports on every NVIDIA GPU -> its package."""
 SLEEP_MODULES = {"torch_memory_saver": "torch-memory-saver"}
 """Module that an engine imports if it gives its memory to the policy meanwhile -> its package."""
-BUILDS_WITHOUT_CUDA = ("cpu", "rocm", "xpu")
-"""How the label after the plus sign begins in the version of such a build of torch: 2.14.1+cpu, 2.14.1+rocm7.0."""
 TORCH_PIN = re.compile(r"torch\s*==\s*(?P<version>[^\s;,]+)")
 """The requirement with which a release of SGLang names the one release of torch that its kernels were built for."""
 GLIBC_FLOOR = (2, 34)
@@ -43,11 +45,6 @@ CUDART = "libcudart.so.13"
 """The CUDA runtime for which they are built."""
 USUAL_PLACE = Path("/usr/local/cuda")
 
-COMPILER_TIMEOUT_S = 120.0
-"""Seconds for a compiler to take a few lines; on a busy disk nvcc needs many for its first."""
-ERROR = re.compile(r"(\bfatal\b|\berror\b|cannot find).*")
-"""The part of a line of a compiler or linker that says what is wrong."""
-C_TRIAL = "#include <stdlib.h>\n"
 CXX_TRIAL = "#include <source_location>\nint line() { return std::source_location::current().line(); }\n"
 CUDA_TRIAL = f"""{CXX_TRIAL}
 #include <cuda_runtime.h>
@@ -61,36 +58,12 @@ int launch(int *value) {{ set<<<1, 1>>>(value); return cudaGetLastError(); }}
 """
 
 
-class Lack(NamedTuple):
-    """One thing that a rank or an engine on a GPU needs and this host lacks, and the command that brings it."""
-
-    what: str
-    remedy: str
-
-
-def listed(lacks: Iterable[Lack]) -> str:
-    """The lacks as one text."""
-    return " ".join(f"{lack.what}. {lack.remedy}" for lack in lacks)
-
-
-def torch_lacks() -> list[Lack]:
-    """The build of the installed torch, if it cannot use an NVIDIA GPU."""
-    version = _version("torch")
-    without_cuda = version.partition("+")[2].startswith(BUILDS_WITHOUT_CUDA)
-    return [Lack(f"torch {version} is a build without CUDA", CUDA_REMEDY)] if without_cuda else []
-
-
-def rank_lacks() -> list[Lack]:
-    """What a rank on a GPU lacks: torch with CUDA, and a C compiler for Triton, if that is installed."""
-    return [*torch_lacks(), *(_triton_lacks() if importlib.util.find_spec("triton") else ())]
-
-
 def engine_lacks(*, sleeps: bool) -> list[Lack]:
     """What SGLang on a GPU lacks; `sleeps` is True for an engine that frees its memory between rollouts."""
     of_nvcc = [] if os.environ.get("NVCC_CCBIN") else ["g++"]
     compilers = dict.fromkeys([os.environ.get("CXX") or "c++", *of_nvcc])
-    cxx = [lack for each in compilers for lack in _compiler_lacks(each, "-std=c++20", "-xc++", program=CXX_TRIAL)]
-    lacks = [*torch_lacks(), *package_lacks(sleeps=sleeps), *_triton_lacks(), *cxx]
+    cxx = [lack for each in compilers for lack in compiler_lacks(each, "-std=c++20", "-xc++", program=CXX_TRIAL)]
+    lacks = [*torch_lacks(), *package_lacks(sleeps=sleeps), *triton_lacks(), *cxx]
     if shutil.which("ninja", path=_server_path()) is None:
         lacks.append(Lack("there is no ninja on PATH, which builds SGLang's kernels", "pip install ninja."))
     home, reason = find_toolkit(tries=not cxx)
@@ -109,7 +82,7 @@ def package_lacks(*, sleeps: bool) -> list[Lack]:
         found = f"{libc or 'another C library'} {number}".strip()
         what = f"the wheels of SGLang's kernels need glibc {'.'.join(map(str, GLIBC_FLOOR))}, and this host has {found}"
         lacks.append(Lack(what, LIBC_REMEDY))
-    installed, sglang = _version("torch"), _version("sglang")
+    installed, sglang = installed_version("torch"), installed_version("sglang")
     required = importlib.metadata.requires("sglang") or [] if sglang else []
     pins = [pin["version"] for pin in map(TORCH_PIN.match, required) if pin]
     if installed and pins and installed.partition("+")[0] not in pins:
@@ -162,40 +135,9 @@ def find_toolkit(*, tries: bool = True) -> tuple[Path | None, str]:
 def _toolkit_error(home: Path, path: str | None) -> str:
     """Error of nvcc, or of the linker that it calls; of each toolkit and PATH once, for it takes a second or more."""
     libraries = [f"-L{home}/lib64", f"-L{home}/lib64/stubs", "-lcudart", "-lcuda"]
-    return _compiler_error(
+    return compiler_error(
         [f"{home}/bin/nvcc", "-std=c++20", "-arch=sm_90", "-x", "cu", "-Xcompiler"], CUDA_TRIAL, libraries
     )
-
-
-def _triton_lacks() -> list[Lack]:
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "gcc"
-    lacks = _compiler_lacks(compiler, "-xc", program=C_TRIAL)
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not header.is_file():
-        package = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        remedy = f"apt-get install {package}-dev, or dnf install {package}-devel."
-        lacks.append(Lack(f"there is no {header}, which Triton's kernels include", remedy))
-    return lacks
-
-
-def _compiler_lacks(compiler: str, *flags: str, program: str) -> list[Lack]:
-    error = _compiler_error([compiler, *flags], program)
-    return [Lack(f"{compiler} {' '.join(flags)} does not compile and link: {error}", COMPILER_REMEDY)] if error else []
-
-
-def _compiler_error(command: Sequence[str], program: str, libraries: Sequence[str] = ()) -> str:
-    """Error with which a compiler refuses to make a library of `program`, such as Python loads; "" if there is none."""
-    with tempfile.TemporaryDirectory() as directory:
-        whole = [*command, "-fPIC", "-shared", "-o", f"{directory}/trial.so", "-", *libraries]
-        language, timeout = {**os.environ, "LC_ALL": "C"}, COMPILER_TIMEOUT_S
-        try:
-            done = subprocess.run(  # noqa: S603 (a compiler of this host)
-                whole, input=program, env=language, cwd=directory, capture_output=True, text=True, timeout=timeout
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
-    found = ERROR.search(done.stderr + done.stdout)
-    return "" if done.returncode == 0 else found[0].strip() if found else f"exit code {done.returncode}"
 
 
 def _linkable(root: Path) -> Path:
@@ -239,11 +181,3 @@ def _server_path() -> str:
 
 def _cache_dir() -> Path:
     return Path(os.environ.get("SGLANG_CACHE_DIR") or Path.home() / ".cache" / "sglang").expanduser()
-
-
-def _version(name: str) -> str:
-    """The installed version; "" without the package, which another check names."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

@@ -13,15 +13,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from rollout.config import PauseMode, SGLangConfig
 from rollout.engine import (
     Engine,
     EngineError,
     EngineInfo,
+    LayoutError,
     WeightReport,
     WeightSyncError,
     aborted,
@@ -31,11 +31,11 @@ from rollout.engine import (
     whole_response,
 )
 from rollout.sglang.client import ClientError, SGLangClient
-from rollout.sglang.expected import fusion_of, part_of
 from rollout.sglang.external import ExternalServer
-from rollout.sglang.fusing import FusionError, plan_fusion
+from rollout.sglang.fusing import plan_fusion
 from rollout.sglang.installation import ServerNeeds, check_installation, server_args, server_environment
 from rollout.sglang.loader import LOADER
+from rollout.sglang.options import PauseMode
 from rollout.sglang.quantized import engine_quantization, sent_names
 from rollout.sglang.replies import ReplyError, body_of, generation_of, parse_version
 from rollout.sglang.request_stream import Answer, Job, RequestStream, window_of
@@ -45,6 +45,9 @@ from rollout.types import Completion, GenerateRequest, PackedWeights
 from rollout.weights.adapter import A_SENT, B_SENT
 from rollout.weights.files import tensor_shapes
 from rollout.weights.packed_weights import DTYPES, check_weights
+
+if TYPE_CHECKING:
+    from rollout.sglang.config import SGLangConfig
 
 INFO_TIMEOUT_S = 30.0
 CONTEXT_MARGIN = 4
@@ -356,11 +359,11 @@ class SGLangEngine(Engine):
                 # SGLang tries this call itself, before its own port is open, and fails. Without it every cache flush,
                 # which collects garbage on a CPU, walks through a million objects.
                 client.call("/freeze_gc", body={}, timeout_s=INFO_TIMEOUT_S)
-            of_weights = part_of(self._weights.layout, adapter=False)
-            fusion_of(of_weights, sent=sent_names(tensor_shapes(model_path), self._quantization))
+            layout = self._weights.layout
+            layout.part(of_adapter=False).fusion(sent=sent_names(tensor_shapes(model_path), self._quantization))
             if self._needs.adapter is not None:
                 sent = [f"{layer}{end}" for layer in self._needs.adapter.layers for end in (A_SENT, B_SENT)]
-                plan_fusion(part_of(self._weights.layout, adapter=True).parameters, sent=sent)
+                plan_fusion(layout.part(of_adapter=True).parameters, sent=sent)
             self._requests = RequestStream(
                 client,
                 window=window_of(info),
@@ -372,7 +375,7 @@ class SGLangEngine(Engine):
             raise self._failure("start", error) from error
         except EngineError as error:
             raise EngineError(f"{self._name} start: {server.address}: {error}") from error
-        except (FusionError, OSError, SafetensorError) as error:
+        except (LayoutError, OSError, SafetensorError) as error:
             raise EngineError(f"{self._name} start: {model_path}: {error}") from error
         self._vocab_size = hf_config["vocab_size"]
         self._context_length = info["max_req_input_len"] + CONTEXT_MARGIN

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,30 +20,49 @@ from rollout.config import Quantization
 from rollout.engine import WeightSyncError
 from rollout.sglang.fusing import DIGESTS, Fusion, Share, finished, plan_fusion, raw_bytes
 from rollout.sglang.quantized import held_pieces, parts_of, plan_quantized
-from rollout.types import WeightLayout
+from rollout.types import Digester, WeightLayout
 from rollout.weights.adapter import A_SENT, B_SENT
 from rollout.weights.packed_weights import listed, num_threads
 
 
-def fusion_of(layout: WeightLayout, *, sent: Iterable[str]) -> Fusion:
-    """The tensors among `sent` that make up each parameter of an engine; raises FusionError."""
-    if layout.quantization is Quantization.none:
-        return plan_fusion(layout.parameters, sent=sent)
-    return plan_quantized(layout.parameters, sent=sent, quantization=layout.quantization)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SGLangLayout(WeightLayout):
+    """How a server holds the weights."""
+
+    parameters: tuple[str, ...]
+    """Names of the engine's parameters, the same on every rank."""
+    num_ranks: int
+    """Ranks of the engine's tensor parallelism."""
+    num_kv_heads: int
+    """Key/value heads of the model."""
+    dtype: str
+    """torch dtype of what is not quantised, without the prefix."""
+    device: str
+    """"cpu" or "cuda": SGLang digests with different functions."""
+    quantization: Quantization
+    """Format in which the engine itself holds projections."""
+
+    def expected(self, *, sent: Iterable[str], of_adapter: bool) -> ExpectedDigests:
+        return ExpectedDigests(self.part(of_adapter=of_adapter), sent=sent)
+
+    def part(self, *, of_adapter: bool) -> SGLangLayout:
+        """The layout of the adapter, or that of the other weights: each is sent, and verified, without the other."""
+        own = tuple(name for name in self.parameters if name.endswith((A_SENT, B_SENT)) is of_adapter)
+        return replace(self, parameters=own)
+
+    def fusion(self, *, sent: Iterable[str]) -> Fusion:
+        """The tensors among `sent` that make up each parameter of the engine. Raises LayoutError."""
+        if self.quantization is Quantization.none:
+            return plan_fusion(self.parameters, sent=sent)
+        return plan_quantized(self.parameters, sent=sent, quantization=self.quantization)
 
 
-def part_of(layout: WeightLayout, *, adapter: bool) -> WeightLayout:
-    """The layout of the adapter alone, or that of the other weights: each is sent, and verified, without the other."""
-    own = tuple(name for name in layout.parameters if name.endswith((A_SENT, B_SENT)) is adapter)
-    return replace(layout, parameters=own)
-
-
-class ExpectedDigests:
+class ExpectedDigests(Digester):
     """The digests of all parameters of an engine, for every rank of its tensor parallelism."""
 
-    def __init__(self, layout: WeightLayout, *, sent: Iterable[str]) -> None:
-        """`sent` are the names of the tensors that will come. Raises FusionError if they do not make up `layout`."""
-        self.fusion = fusion_of(layout, sent=sent)
+    def __init__(self, layout: SGLangLayout, *, sent: Iterable[str]) -> None:
+        """`sent` are the names of the tensors that will come. Raises LayoutError if they do not make up `layout`."""
+        self.fusion = layout.fusion(sent=sent)
         self._layout = layout
         self._shares = [
             Share(rank=rank, size=layout.num_ranks, num_kv_heads=layout.num_kv_heads)
@@ -57,7 +76,6 @@ class ExpectedDigests:
         self._on_device: list[dict[str, Tensor]] = [{} for _ in self._shares]
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take the tensor `name` as it is sent; it must not change before `result`. Raises FusionError."""
         if name not in self._owners:
             return  # a tied head, which the engine does not hold
         parameter = self._owners[name]
@@ -76,7 +94,6 @@ class ExpectedDigests:
                 on_host[parameter] = self._pool.submit(_host_result, self._layout.device, pieces)
 
     def result(self) -> list[dict[str, str]]:
-        """Rank -> parameter -> digest, 16 hex digits. Raises WeightSyncError if a tensor has not come."""
         self._pool.shutdown()
         if absent := self._parts.keys() - self._on_host[0].keys() - self._on_device[0].keys():
             raise WeightSyncError(f"not all tensors of these parameters of the engine came: {listed(absent)}")

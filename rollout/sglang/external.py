@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollout.config import SGLangConfig
 from rollout.engine import EngineError
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.installation import check_release
+
+if TYPE_CHECKING:
+    from rollout.sglang.config import SGLangConfig
 
 API_KEY = "PARITY_SGLANG_API_KEY"
 ADMIN_API_KEY = "PARITY_SGLANG_ADMIN_API_KEY"

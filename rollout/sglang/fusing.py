@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rollout.engine import LayoutError
 from rollout.sglang.stacked import STACKED
 from rollout.weights.adapter import A_SENT, B_SENT, last_part
 from rollout.weights.packed_weights import listed
@@ -53,14 +54,10 @@ class Fusion:
     """True if lm_head was sent although the engine has no such parameter: its bytes must equal the embedding's."""
 
 
-class FusionError(ValueError):
-    """The names that were sent cannot make up the engine's parameters."""
-
-
 def plan_fusion(held: Iterable[str], *, sent: Iterable[str]) -> Fusion:
     """Match the names of the engine's parameters, `held`, with those of the HF tensors, `sent`.
 
-    Raises FusionError naming every tensor that is missing or unknown, and engine parameters that no rule explains (a
+    Raises LayoutError naming every tensor that is missing or unknown, and engine parameters that no rule explains (a
     model with unknown fusing).
     """
     available = set(sent)
@@ -91,7 +88,7 @@ def plan_fusion(held: Iterable[str], *, sent: Iterable[str]) -> Fusion:
     if unknown:
         problems.append(f"tensors that the engine does not have: {listed(unknown)}")
     if problems:
-        raise FusionError("; ".join(problems))
+        raise LayoutError("; ".join(problems))
     return Fusion(sources=sources, tied=tied)
 
 

@@ -10,17 +10,22 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollout.config import SGLANG_REMEDY, Quantization, SGLangConfig
+from rollout.config import Quantization
 from rollout.engine import EngineError
+from rollout.processes.gpu_host import listed
 from rollout.sglang.adapter_server import ACTIVE, NUM_SLOTS
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, EXACT_ATTENTION_BACKEND, EXACT_VARIABLE, PLATFORM_NAME
-from rollout.sglang.cuda_host import cuda_environment, engine_lacks, listed
+from rollout.sglang.cuda_host import cuda_environment, engine_lacks
 from rollout.sglang.loader import LOADER
+from rollout.sglang.options import SGLANG_REMEDY
 from rollout.sglang.quantized import quantized_server_args
 from rollout.types import AdapterSpec
 from rollout.weights.adapter import last_part
+
+if TYPE_CHECKING:
+    from rollout.sglang.config import SGLangConfig
 
 MINIMUM_SGLANG = (0, 5, 23)
 """Minimum release; earlier releases execute code sent to their weight-update routes."""

@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rollout.config import EngineConfig, Quantization
-from rollout.sglang.fusing import Fusion, FusionError, Share, plan_fusion
-from rollout.types import WeightLayout
+from rollout.engine import LayoutError
+from rollout.sglang.fusing import Fusion, Share, plan_fusion
 from rollout.weights.packed_weights import DTYPES
 from rollout.weights.quantization import GRIDS, SCALES, Quantized, dequantize, is_projection, scale_name
+
+if TYPE_CHECKING:
+    from rollout.sglang.expected import SGLangLayout
 
 BLOCK = 128
 
@@ -55,16 +58,16 @@ def sent_names(names: Iterable[str], quantization: Quantization) -> set[str]:
 
 
 def plan_quantized(held: Iterable[str], *, sent: Iterable[str], quantization: Quantization) -> Fusion:
-    """`plan_fusion` for an engine that holds quantised weights; raises FusionError if a scale is missing."""
+    """`plan_fusion` for an engine that holds quantised weights; raises LayoutError if a scale is missing."""
     names = set(sent)
     scales = {scale_name(name, quantization) for name in names if is_projection(name)}
     if missing := sorted(scales - names):
-        raise FusionError(f"missing scales: {', '.join(missing[:5])}")
+        raise LayoutError(f"missing scales: {', '.join(missing[:5])}")
     # SGLang digests the scales of fp8 with their weights, under the names of the weights.
     return plan_fusion(held, sent=names - scales if quantization is Quantization.fp8 else names)
 
 
-def parts_of(sources: Sequence[str], layout: WeightLayout) -> tuple[str, ...]:
+def parts_of(sources: Sequence[str], layout: SGLangLayout) -> tuple[str, ...]:
     """The tensors on which the digest of a parameter made of `sources` depends: these, for fp8 with their scales."""
     if layout.quantization is Quantization.fp8 and is_projection(sources[0]):
         return (*sources, *(scale_name(source, layout.quantization) for source in sources))
@@ -72,11 +75,11 @@ def parts_of(sources: Sequence[str], layout: WeightLayout) -> tuple[str, ...]:
 
 
 def held_pieces(
-    sources: Sequence[str], tensors: Mapping[str, Tensor], *, layout: WeightLayout, share: Share
+    sources: Sequence[str], tensors: Mapping[str, Tensor], *, layout: SGLangLayout, share: Share
 ) -> list[Tensor]:
     """The parameter that one rank makes of `sources`, as SGLang digests it: tensors whose bytes follow one another.
 
-    `tensors` holds what `parts_of` names. Raises FusionError for a block format whose blocks do not fit the matrices:
+    `tensors` holds what `parts_of` names. Raises LayoutError for a block format whose blocks do not fit the matrices:
     SGLang would digest other bytes.
     """
     quantization = layout.quantization
@@ -116,7 +119,7 @@ def _held(sources: Sequence[str], tensors: Mapping[str, Tensor], quantization: Q
     if quantization is Quantization.int8:
         return values.t()
     if values.shape[1] % BLOCK or any(len(share.of(source, tensors[source])) % BLOCK for source in sources[:-1]):
-        raise FusionError(
+        raise LayoutError(
             f"rollout.quantization=fp8 needs matrices whose sides are multiples of {BLOCK} on every GPU; "
             f"{', '.join(sources)} make {tuple(values.shape)}"
         )

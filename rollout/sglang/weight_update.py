@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from rollout.config import Quantization
-from rollout.engine import WeightReport, WeightSyncError
+from rollout.engine import LayoutError, WeightReport, WeightSyncError
 from rollout.sglang.client import ADMIN_ROUTES, ClientError, SGLangClient
-from rollout.sglang.expected import ExpectedDigests, part_of
-from rollout.sglang.fusing import EMBEDDING_NAME, TIED_NAME, FusionError
+from rollout.sglang.expected import SGLangLayout
+from rollout.sglang.fusing import EMBEDDING_NAME, TIED_NAME
 from rollout.sglang.loader import LOADER
-from rollout.types import AdapterSpec, PackedWeights, TensorSpec, WeightLayout
+from rollout.types import AdapterSpec, PackedWeights, TensorSpec
 from rollout.weights.adapter import last_part
 from rollout.weights.packed_weights import check_weights, content_mark, dtype_name, split, unpack
 from rollout.weights.shared_weights import WeightRegion
@@ -83,7 +83,7 @@ class WeightUpdate:
         if adapter is not None:
             self._name_adapter(adapter)
         held = self._held_digests()
-        self.layout = WeightLayout(
+        self.layout = SGLangLayout(
             parameters=tuple(held[0]),
             num_ranks=len(held),
             num_kv_heads=num_kv_heads,
@@ -126,13 +126,13 @@ class WeightUpdate:
         specs = {spec.name: spec for spec in part.tensors}
         where = f"policy version {part.policy_version}"
         try:
-            expected = ExpectedDigests(part_of(self.layout, adapter=is_adapter), sent=specs)
+            expected = self.layout.expected(sent=specs, of_adapter=is_adapter)
             digests = part.engine_digests.get(self.layout)
             if digests is None:
                 for spec, tensor in unpack(part):
                     expected.add(spec.name, tensor)
                 digests = expected.result()
-        except FusionError as error:
+        except LayoutError as error:
             raise WeightSyncError(f"{where}: {error}") from error
         if expected.fusion.tied and not _same_bytes(specs[TIED_NAME], specs[EMBEDDING_NAME]):
             raise WeightSyncError(f"{where}: {TIED_NAME} differs from {EMBEDDING_NAME}, but the engine ties them")

@@ -10,21 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollout.config import TorchEngineConfig
 from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError, request_problem
 from rollout.exact.gpu import use_batch_invariant_kernels
 from rollout.exact.layers import make_exact
+from rollout.model.limits import altered_logits
+from rollout.model.onednn_linear import use_fast_products
+from rollout.model.rounding import round_inputs
 from rollout.processes.recorder import Recorder
 from rollout.torch.decode_loop import DecodeLoop
 from rollout.torch.kv_cache import SLOT_ATTENTION
-from rollout.torch.model import Decoder, ExactDecoder, round_inputs
-from rollout.torch.model_limits import altered_logits
-from rollout.torch.onednn_linear import use_fast_products
+from rollout.torch.model import Decoder, ExactDecoder
 from rollout.types import AdapterSpec, Completion, GenerateRequest, PackedWeights
 from rollout.weights.adapter import add_adapter, is_adapter, name_without_adapter, sent_name
 from rollout.weights.packed_weights import (
@@ -36,6 +36,9 @@ from rollout.weights.packed_weights import (
     tensor_digest,
     unpack,
 )
+
+if TYPE_CHECKING:
+    from rollout.torch.config import TorchEngineConfig
 
 STOP_TIMEOUT_S = 10.0
 """Seconds of waiting for the current token when the engine is stopped or put to sleep."""

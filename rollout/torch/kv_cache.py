@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from rollout.torch.model_limits import check_attention
+from rollout.model.limits import check_attention
 
 SLOT_ATTENTION = "parity_slots"
 """Value of `attn_implementation` that selects this attention."""

@@ -25,7 +25,7 @@ from gpu_check.models import QWEN_32B, TINY, sparse_model
 from gpu_check.rows import NotRunError, Row, Verdict, append, judged, noted, read, summary, table
 from torch.distributed.fsdp import FSDPModule
 
-from rollout.config import SGLangConfig
+from rollout.sglang.config import SGLangConfig
 from rollout.sglang.installation import ServerNeeds, server_environment
 from trainer.compose.compose import resolve
 from trainer.limits.model_shape import directory_shape

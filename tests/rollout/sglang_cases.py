@@ -15,10 +15,11 @@ import torch
 from packing_cases import pack
 from tiny_model import EOS_TOKEN_ID, write_tiny_model
 
-from rollout.config import DType, SGLangConfig
+from rollout.config import DType
 from rollout.engine import EngineInfo
 from rollout.processes.scratch import Scratch
 from rollout.sglang.client import SGLangClient
+from rollout.sglang.config import SGLangConfig
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.external import ADMIN_API_KEY, API_KEY
 from rollout.sglang.replies import body_of

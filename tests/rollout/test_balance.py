@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from algorithms.config import ConfigError
-from rollout.config import TorchEngineConfig
 from rollout.group.balance import load_of, split_by_load
+from rollout.torch.config import TorchEngineConfig
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams
 
 

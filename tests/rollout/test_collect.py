@@ -10,11 +10,12 @@ from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.collect.collector import Collector, CollectPlan
 from rollout.collect.requests import SeedSource, make_sample
-from rollout.config import DType, DynamicCollectConfig, FixedCollectConfig, SamplingConfig, TorchEngineConfig
+from rollout.config import DType, DynamicCollectConfig, FixedCollectConfig, SamplingConfig
 from rollout.data.dataset import PromptStream
 from rollout.rewards import Scorer
 from rollout.rewards.custom import RESERVED_METRICS
 from rollout.task_config import RewardConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
 

@@ -16,9 +16,12 @@ from typing import NamedTuple
 
 import pytest
 
-from rollout.config import Quantization, SGLangConfig
+from rollout.config import Quantization
+from rollout.processes import gpu_host
+from rollout.processes.gpu_host import rank_lacks
 from rollout.sglang import cuda_host
-from rollout.sglang.cuda_host import cuda_environment, engine_lacks, find_toolkit, rank_lacks
+from rollout.sglang.config import SGLangConfig
+from rollout.sglang.cuda_host import cuda_environment, engine_lacks, find_toolkit
 from rollout.sglang.installation import ServerNeeds, server_environment
 
 TOOLS = ("gcc", "g++", "c++", "as", "ld")
@@ -94,7 +97,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(found.python))
     monkeypatch.setattr(cuda_host, "_pip_directories", lambda part: [])
     # The environment of this machine is for CPUs.
-    monkeypatch.setattr(cuda_host, "torch_lacks", list)
+    for module in (cuda_host, gpu_host):
+        monkeypatch.setattr(module, "torch_lacks", list)
     monkeypatch.setattr(cuda_host, "package_lacks", lambda *, sleeps: [])
     return found
 

@@ -7,12 +7,12 @@ import torch
 from tiny_model import VOCAB_SIZE, write_tiny_model
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from rollout.config import TorchEngineConfig
 from rollout.engine import EngineError
+from rollout.model.limits import altered_logits, check_attention
+from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.torch.kv_cache import SLOT_ATTENTION, KVSlots, Prefill, Step
 from rollout.torch.model import Decoder
-from rollout.torch.model_limits import altered_logits, check_attention
 
 TOLERANCE = 1e-5
 """Largest difference of a float32 logit."""

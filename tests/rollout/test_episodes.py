@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.collect.filters import invalid_reason
 from rollout.collect.requests import make_sample
-from rollout.config import DType, TorchEngineConfig
+from rollout.config import DType
 from rollout.data.arithmetic import TOKENS, save_tokenizer
 from rollout.engine import wait_for
 from rollout.episodes.config import EpisodeConfig
@@ -26,6 +26,7 @@ from rollout.episodes.running import turn_seed
 from rollout.episodes.sampler import EPISODES, EpisodeSampler, with_episodes
 from rollout.episodes.trial import try_episode
 from rollout.episodes.vocabulary import Vocabulary
+from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, Prompt, SamplingParams
 from rollout.user_code.pool import UserCodeError

@@ -20,10 +20,11 @@ from rollout.collect.evaluate import (
     standard_error,
     summarize,
 )
-from rollout.config import DType, SamplingConfig, TorchEngineConfig
+from rollout.config import DType, SamplingConfig
 from rollout.rewards import RewardError, Scorer
 from rollout.rewards.custom import RESERVED_METRICS
 from rollout.task_config import RewardConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, Prompt
 

@@ -6,15 +6,7 @@ import pytest
 
 from rollout.collect.filters import DropReason, invalid_reason, is_zero_variance
 from rollout.supports import supports_of
-from rollout.types import (
-    FinishReason,
-    GenerateRequest,
-    Generation,
-    Prompt,
-    Sample,
-    SampleGroup,
-    SamplingParams,
-)
+from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, Sample, SampleGroup, SamplingParams
 
 REQUEST = GenerateRequest(
     prompt_id=0,

@@ -14,8 +14,9 @@ from rollout.processes.inherited import forget_allocator, forget_launcher
 WORKER = """
 import os, resource
 from pathlib import Path
-from rollout.config import TorchEngineConfig
-from rollout.group.worker import EngineSetup, RolloutWorker
+from rollout.torch.config import TorchEngineConfig
+from rollout.engine import EngineSetup
+from rollout.group.worker import RolloutWorker
 _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
 here = Path.cwd()

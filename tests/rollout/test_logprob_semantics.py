@@ -20,9 +20,11 @@ from tiny_model import EOS_TOKEN_ID, write_tiny_model
 from algorithms.truncation import kept_tokens
 from rollout.collect.filters import invalid_reason
 from rollout.collect.requests import SeedSource
-from rollout.config import DType, SGLangConfig, TorchEngineConfig
+from rollout.config import DType
 from rollout.engine import Engine
+from rollout.sglang.config import SGLangConfig
 from rollout.sglang.engine import SGLangEngine
+from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import GenerateRequest, Generation, SamplingParams
 

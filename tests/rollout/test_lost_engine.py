@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from tiny_model import write_tiny_model
 
-from rollout.config import DType, TorchEngineConfig
-from rollout.engine import EngineError
+from rollout.config import DType
+from rollout.engine import EngineError, EngineSetup
 from rollout.group import worker as workers
-from rollout.group.worker import EngineSetup, LostEngine, RolloutWorker
+from rollout.group.worker import LostEngine, RolloutWorker
 from rollout.processes.process_marks import mark_processes, wait_for_end
+from rollout.torch.config import TorchEngineConfig
 
 
 @pytest.fixture

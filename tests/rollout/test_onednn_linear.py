@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import rollout.torch.onednn_linear
-from rollout.torch.onednn_linear import Linear, linear, use_fast_products
+import rollout.model.onednn_linear
+from rollout.model.onednn_linear import Linear, linear, use_fast_products
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
@@ -22,15 +22,15 @@ pytestmark = pytest.mark.skipif(
 def onednn_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """The products that oneDNN was asked for, on every processor."""
     asked: list[Tensor] = []
-    product = rollout.torch.onednn_linear._product
+    product = rollout.model.onednn_linear._product
 
     def counted(*arguments: Tensor) -> Tensor:
         assert all(matrix.is_contiguous() or matrix.T.is_contiguous() for matrix in arguments[:2])
         asked.append(product(*arguments))
         return asked[-1]
 
-    monkeypatch.setattr(rollout.torch.onednn_linear, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(rollout.torch.onednn_linear, "_product", counted)
+    monkeypatch.setattr(rollout.model.onednn_linear, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(rollout.model.onednn_linear, "_product", counted)
     yield asked
 
 

@@ -11,10 +11,12 @@ import torch
 from tiny_model import write_tiny_model
 
 from algorithms.config import ConfigError
-from rollout.config import DType, EngineConfig, Quantization, SGLangConfig, TorchEngineConfig
+from rollout.config import DType, EngineConfig, Quantization
 from rollout.engine import WeightSyncError
+from rollout.model.rounding import per_group_fp8, per_token_int8, round_inputs
+from rollout.sglang.config import SGLangConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
-from rollout.torch.model import per_group_fp8, per_token_int8, round_inputs
 from rollout.types import GenerateRequest, SamplingParams, SharedWeights
 from rollout.weights.packed_weights import DTYPES, TensorShape, unpack
 from rollout.weights.quantization import (

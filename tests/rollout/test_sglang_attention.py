@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.config import SGLangConfig
+from rollout.sglang.config import SGLangConfig
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.cpu.torchvision import make_torchvision_importable
 from rollout.sglang.installation import ServerNeeds, server_args

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from rollout.config import Quantization
-from rollout.engine import WeightSyncError
-from rollout.sglang.expected import ExpectedDigests
-from rollout.sglang.fusing import FusionError, Share, plan_fusion, tile_digest
+from rollout.engine import LayoutError, WeightSyncError
+from rollout.sglang.expected import ExpectedDigests, SGLangLayout
+from rollout.sglang.fusing import Share, plan_fusion, tile_digest
 from rollout.sglang.loader import _views
-from rollout.types import WeightLayout
 from rollout.weights.packed_weights import dtype_name
 
 LAYER = "model.layers.0."
@@ -51,7 +50,7 @@ def expected_digests(
     num_ranks: int = 1,
 ) -> list[dict[str, str]]:
     """The digests of every rank of an engine that holds the parameters `held`."""
-    layout = WeightLayout(
+    layout = SGLangLayout(
         parameters=tuple(held),
         num_ranks=num_ranks,
         num_kv_heads=1,
@@ -103,18 +102,18 @@ def test_lm_head_of_a_tied_model_is_allowed_and_noted() -> None:
     [f"{LAYER}self_attn.k_proj.weight", "model.norm.weight", "model.embed_tokens.weight", f"{LAYER}mlp.up_proj.weight"],
 )
 def test_missing_tensor_is_named(lost: str) -> None:
-    with pytest.raises(FusionError, match=f"missing tensors: {lost}$"):
+    with pytest.raises(LayoutError, match=f"missing tensors: {lost}$"):
         plan_fusion(ENGINE_NAMES, sent=[name for name in HF_NAMES if name != lost])
 
 
 def test_unknown_tensor_is_named() -> None:
-    with pytest.raises(FusionError, match=r"tensors that the engine does not have: value_head\.weight$"):
+    with pytest.raises(LayoutError, match=r"tensors that the engine does not have: value_head\.weight$"):
         plan_fusion(ENGINE_NAMES, sent=[*HF_NAMES, "value_head.weight"])
 
 
 def test_unknown_fusing_is_an_error_of_its_own() -> None:
     expert = "model.layers.0.mlp.experts.w13_weight"
-    with pytest.raises(FusionError, match=f"no rule makes up from HF tensors: {expert} .*cannot be verified"):
+    with pytest.raises(LayoutError, match=f"no rule makes up from HF tensors: {expert} .*cannot be verified"):
         plan_fusion([*ENGINE_NAMES, expert], sent=HF_NAMES)
 
 
@@ -131,7 +130,7 @@ def test_digest_of_a_stacked_parameter_is_that_of_the_stacked_bytes() -> None:
 
 
 def test_a_tensor_that_does_not_come_is_missed() -> None:
-    layout = WeightLayout(
+    layout = SGLangLayout(
         parameters=("a.gate_up_proj.weight", "model.norm.weight"),
         num_ranks=1,
         num_kv_heads=1,

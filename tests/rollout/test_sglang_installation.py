@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from rollout.config import SGLangConfig
-from rollout.engine import EngineError
-from rollout.group.worker import EngineSetup, build_engine
+from rollout.engine import EngineError, EngineSetup
+from rollout.processes.gpu_host import Lack, torch_lacks
 from rollout.sglang import installation
+from rollout.sglang.config import SGLangConfig
 from rollout.sglang.cpu.platform import EXACT_VARIABLE
-from rollout.sglang.cuda_host import Lack, package_lacks, torch_lacks
+from rollout.sglang.cuda_host import package_lacks
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.installation import ServerNeeds, check_installation, server_args, server_environment
 
@@ -149,7 +149,7 @@ def test_decode_graphs_of_a_gpu_are_as_wide_as_a_step(tmp_path: Path, requests: 
             config=config, index=0, seed=0, device=device, num_threads=1, log_dir=tmp_path, model_path=tmp_path,
             num_requests=requests,
         )  # fmt: skip
-        engine = build_engine(setup)
+        engine = config.build(setup)
         assert isinstance(engine, SGLangEngine)
         arguments = server_args(config, tmp_path, device=device, random_seed=0, needs=engine._needs)
         assert arguments.get(name) == expected

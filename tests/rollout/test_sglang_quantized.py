@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.config import Quantization, SGLangConfig
-from rollout.sglang.expected import ExpectedDigests
-from rollout.sglang.fusing import FusionError, Share
+from rollout.config import Quantization
+from rollout.engine import LayoutError
+from rollout.sglang.config import SGLangConfig
+from rollout.sglang.expected import ExpectedDigests, SGLangLayout
+from rollout.sglang.fusing import Share
 from rollout.sglang.quantized import engine_quantization, plan_quantized, quantized_server_args, sent_names
-from rollout.types import WeightLayout
 from rollout.weights.quantization import GRIDS, quantize, scale_name
 
 FORMATS = [Quantization.int8, Quantization.fp8]
@@ -131,7 +132,7 @@ def digests_of(
     held: Iterable[str], sent: dict[str, torch.Tensor], kind: Quantization, *, device: str, num_ranks: int = 1
 ) -> list[dict[str, str]]:
     """What every rank of an engine that holds the parameters `held` must report."""
-    layout = WeightLayout(
+    layout = SGLangLayout(
         parameters=tuple(held),
         num_ranks=num_ranks,
         num_kv_heads=num_ranks,
@@ -213,10 +214,10 @@ def test_the_shares_of_two_ranks_make_up_the_whole(quantization: Quantization) -
 def test_missing_scales_and_blocks_that_do_not_fit_are_refused() -> None:
     sent = tensors(Quantization.int8)
     del sent[f"{MLP}up_proj.weight_scale"]
-    with pytest.raises(FusionError, match=r"missing scales: model\.layers\.0\.mlp\.up_proj\.weight_scale"):
+    with pytest.raises(LayoutError, match=r"missing scales: model\.layers\.0\.mlp\.up_proj\.weight_scale"):
         plan_quantized(held_names(Quantization.int8), sent=sent, quantization=Quantization.int8)
     sent = tensors(Quantization.fp8)
-    with pytest.raises(FusionError, match=r"needs matrices whose sides are multiples of 128 on every GPU"):
+    with pytest.raises(LayoutError, match=r"needs matrices whose sides are multiples of 128 on every GPU"):
         digests_of(held_names(Quantization.fp8), sent, Quantization.fp8, device="cuda", num_ranks=4)
 
 

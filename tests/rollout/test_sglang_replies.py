@@ -10,7 +10,7 @@ import pytest
 
 from algorithms.config.rules import ConfigError
 from rollout.collect.filters import invalid_reason
-from rollout.config import SGLangConfig
+from rollout.sglang.config import SGLangConfig
 from rollout.sglang.replies import ReplyError, body_of, generation_of
 from rollout.supports import supports_of
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams

@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from algorithms.config import ConfigError
-from rollout.config import OWNED_SGLANG_ARGS, REFUSED_SGLANG_ARGS, SGLangConfig
 from rollout.engine import EngineError
 from rollout.processes.scratch import PREFIX, SHARED_MEMORY, Scratch, sweep
+from rollout.sglang.config import OWNED_SGLANG_ARGS, REFUSED_SGLANG_ARGS, SGLangConfig
 from rollout.sglang.cpu.platform import PLATFORM_CLASS, activate
 from rollout.sglang.cpu.torchvision import make_torchvision_importable
 from rollout.sglang.engine import SGLangEngine

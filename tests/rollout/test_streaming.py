@@ -13,21 +13,16 @@ from samplers import Shuffled
 from test_collect import MAX_NEW_TOKENS, engine, make_prompts, parity  # noqa: F401 - engine is a fixture
 
 from rollout.collect.collector import Collector, CollectPlan, UnfinishedGroups
-from rollout.config import (
-    CollectOrder,
-    DynamicCollectConfig,
-    FixedCollectConfig,
-    SamplingConfig,
-    SGLangConfig,
-    TorchEngineConfig,
-)
+from rollout.config import CollectOrder, DynamicCollectConfig, FixedCollectConfig, SamplingConfig
 from rollout.data.dataset import PromptStream
 from rollout.engine import ABORT_TIMEOUT_S, POLL_S
 from rollout.group.actor_calls import GRACE_S
 from rollout.group.engine_group import EngineGroup
 from rollout.rewards import Scorer
+from rollout.sglang.config import SGLangConfig
 from rollout.sglang.request_stream import WATCH_INTERVAL_S
 from rollout.task_config import RewardConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.types import FinishReason
 
 GROUP_SIZE = 3

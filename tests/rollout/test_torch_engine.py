@@ -12,9 +12,10 @@ from packing_cases import pack
 from safetensors.torch import load_file, save_file
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
-from rollout.config import DType, TorchEngineConfig
-from rollout.engine import EngineError, WeightSyncError
-from rollout.group.worker import EngineSetup, RolloutWorker
+from rollout.config import DType
+from rollout.engine import EngineError, EngineSetup, WeightSyncError
+from rollout.group.worker import RolloutWorker
+from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
 from rollout.weights.packed_weights import TensorShape

@@ -11,9 +11,9 @@ from typing import Any
 from policy_cases import lone_worker
 from torch import Tensor
 
-from rollout.engine import Engine, WeightReport, wait_for
+from rollout.engine import Engine, EngineSetup, WeightReport, wait_for
 from rollout.group.group_member import Published, Transport
-from rollout.group.worker import EngineSetup, RolloutWorker
+from rollout.group.worker import RolloutWorker
 from rollout.types import GenerateRequest, Generation, Prompt, SharedWeights, WeightLayout
 from trainer.batch.train_batch import MicroBatch
 from trainer.cluster.weight_sync import sync_weights

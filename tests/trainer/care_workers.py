@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.engine import WeightReport, given_up
-from rollout.group.worker import EngineSetup, RolloutWorker
+from rollout.engine import EngineSetup, WeightReport, given_up
+from rollout.group.worker import RolloutWorker
 from rollout.types import Completion, GenerateRequest, PackedWeights, SharedWeights
 
 POISON, REFUSED = 61, 62

@@ -31,10 +31,11 @@ from algorithms.config import (
     TISConfig,
     VanillaISConfig,
 )
-from rollout.config import DType, TorchEngineConfig
+from rollout.config import DType
 from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Published
 from rollout.task_config import ArithmeticDataConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.types import GenerateRequest, Generation, Sample, SamplingParams, SharedWeights, TensorSpec
 from rollout.weights.adapter import B_ENDING
 from rollout.weights.shared_weights import DATA_START

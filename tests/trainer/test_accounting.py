@@ -15,7 +15,8 @@ from test_packing import make_sample
 from algorithms.histograms import HistogramArrays
 from rollout.collect.collect_stats import CollectStats, Served
 from rollout.collect.collector import Collected
-from rollout.config import DType, SGLangConfig
+from rollout.config import DType
+from rollout.sglang.config import SGLangConfig
 from rollout.types import GenerateRequest, Prompt, SampleGroup, SamplingParams
 from trainer.batch.packing import pack
 from trainer.batch.planner import DEFAULT_COST

@@ -20,8 +20,9 @@ from policy_cases import make_config, save_policy
 from torch import Tensor
 
 import trainer.policy.publisher
-from rollout.config import DType, Quantization, TorchEngineConfig
+from rollout.config import DType, Quantization
 from rollout.engine import WeightSyncError
+from rollout.torch.config import TorchEngineConfig
 from rollout.types import PackedWeights, SharedWeights
 from rollout.weights.adapter import is_adapter, sent_name
 from rollout.weights.packed_weights import DTYPES

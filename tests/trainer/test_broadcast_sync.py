@@ -18,11 +18,12 @@ from test_packing import pack_samples
 import rollout.group.engine_group
 import trainer.cluster.model_places
 import trainer.cluster.weight_sync
-from rollout.config import DType, Quantization, TorchEngineConfig
+from rollout.config import DType, Quantization
 from rollout.engine import WeightSyncError
 from rollout.group.actor_calls import kill_worker
 from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Health
+from rollout.torch.config import TorchEngineConfig
 from rollout.types import SharedWeights
 from trainer.cluster.model_places import ModelPlaceError, model_places
 from trainer.cluster.placement import Cluster

@@ -16,7 +16,8 @@ import ray
 from compose_cases import config_of
 from ray.cluster_utils import Cluster as Machines
 
-from rollout.group.worker import EngineSetup, RolloutWorker
+from rollout.engine import EngineSetup
+from rollout.group.worker import RolloutWorker
 from trainer.cluster import placement
 from trainer.cluster.bundles import Place, PlacementError, required_bundles, worker_gpus, worker_places
 from trainer.cluster.placement import Cluster

@@ -19,7 +19,9 @@ from algorithms.config import (
     TISConfig,
     VanillaISConfig,
 )
-from rollout.config import DynamicCollectConfig, SGLangConfig, TorchEngineConfig
+from rollout.config import DynamicCollectConfig
+from rollout.sglang.config import SGLangConfig
+from rollout.torch.config import TorchEngineConfig
 from trainer.compose.compose import resolve
 from trainer.compose.overrides import directory_override, override_words
 from trainer.config.train import GROUPS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_process import parity
 
-from rollout.sglang.cuda_host import Lack
+from rollout.processes.gpu_host import Lack
 from trainer.cli import doctor
 from trainer.cli.doctor import MISSING, NOTE, OK, Finding, Findings
 from trainer.limits.machine import Machine

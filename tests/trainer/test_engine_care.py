@@ -18,13 +18,14 @@ from policy_cases import held_versions, save_policy
 from policy_cases import published as published_on
 from transformers import AutoModelForCausalLM
 
-from rollout.config import DType, TorchEngineConfig
-from rollout.engine import EngineError, WeightReport, WeightSyncError
+from rollout.config import DType
+from rollout.engine import EngineError, EngineSetup, WeightReport, WeightSyncError
 from rollout.group.actor_calls import WorkerError
 from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Health
 from rollout.group.residency import SharedGpu
-from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
+from rollout.group.worker import CONCURRENCY_GROUPS, RolloutWorker
+from rollout.torch.config import TorchEngineConfig
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, SharedWeights
 from rollout.weights.packed_weights import TensorShape
 from rollout.weights.shared_weights import WeightPublisher

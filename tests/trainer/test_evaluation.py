@@ -16,12 +16,13 @@ from compose_cases import config_of
 from policy_cases import save_policy
 
 from algorithms.config import Problem
-from rollout.config import DType, TorchEngineConfig
+from rollout.config import DType
 from rollout.data.data_files import BadRow
 from rollout.data.dataset import Dataset, StreamState
 from rollout.engine import given_up
 from rollout.rewards import Scorer
 from rollout.task_config import RewardConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import GenerateRequest, Generation, Prompt
 from trainer.cli.evaluate import render_results, run_eval

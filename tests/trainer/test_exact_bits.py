@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from algorithms.config import ConfigError
 from rollout.collect.requests import make_sample
-from rollout.config import DType, Quantization, SGLangConfig, TorchEngineConfig
+from rollout.config import DType, Quantization
 from rollout.exact.layers import make_exact
+from rollout.sglang.config import SGLangConfig
 from rollout.task_config import ArithmeticDataConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.torch.decoding import Batch
 from rollout.torch.kv_cache import SLOT_ATTENTION
 from rollout.torch.model import Decoder, ExactDecoder

@@ -10,7 +10,9 @@ from gathering_ranks import published_by_ranks
 from policy_cases import make_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollout.config import DType, EngineConfig, Quantization, SGLangConfig, TorchEngineConfig
+from rollout.config import DType, EngineConfig, Quantization
+from rollout.sglang.config import SGLangConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.types import PackedWeights
 from rollout.weights.packed_weights import TensorShape
 from rollout.weights.quantization import weight_publisher

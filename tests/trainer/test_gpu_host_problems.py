@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from compose_cases import resolved
 
-from rollout.sglang.cuda_host import Lack
+from rollout.processes.gpu_host import Lack
+from rollout.sglang import cuda_host
 from trainer.limits.machine import Machine
 from trainer.start import checks as start
 from trainer.start.checks import gpu_host_problems
@@ -23,7 +24,7 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "torch_lacks", lambda: [CPU_TORCH])
     monkeypatch.setattr(start, "rank_lacks", lambda: shared)
     part = "SGLang lacks a part, sleeps="
-    monkeypatch.setattr(start, "engine_lacks", lambda *, sleeps: [*shared, Lack(f"{part}{sleeps}", "Install it.")])
+    monkeypatch.setattr(cuda_host, "engine_lacks", lambda *, sleeps: [*shared, Lack(f"{part}{sleeps}", "Install it.")])
 
 
 def told(*words: str, trains: bool = True) -> list[tuple[str, str]]:

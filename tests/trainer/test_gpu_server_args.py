@@ -13,7 +13,7 @@ import pytest
 from compose_cases import config_of
 from transformers import AutoConfig
 
-from rollout.config import SGLangConfig
+from rollout.sglang.config import SGLangConfig
 from rollout.sglang.installation import ServerNeeds, server_args
 from rollout.sglang.quantized import engine_quantization
 from trainer.compose.catalog import recipe_files

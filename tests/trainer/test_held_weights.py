@@ -10,7 +10,9 @@ from policy_cases import lone_worker, make_config, make_samples, save_policy
 from test_packing import make_sample, pack_samples
 from transformers import AutoModelForCausalLM
 
-from rollout.config import DType, Quantization, SGLangConfig, TorchEngineConfig
+from rollout.config import DType, Quantization
+from rollout.sglang.config import SGLangConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.types import Sample
 from rollout.weights.quantization import held_weight
 from trainer.batch.packing import micro_batch

@@ -30,8 +30,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from algorithms.config import ConfigError
-from rollout.config import DType, TorchEngineConfig
+from rollout.config import DType
 from rollout.data.dataset import StreamState
+from rollout.torch.config import TorchEngineConfig
 from rollout.types import Sample
 from rollout.weights.adapter import is_adapter
 from rollout.weights.files import tensor_shapes as stored_shapes

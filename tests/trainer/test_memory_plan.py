@@ -14,9 +14,11 @@ import torch
 from policy_cases import lone_worker, make_config, save_policy
 
 from algorithms.config import ConfigError
-from rollout.config import DType, SGLangConfig, TorchEngineConfig
+from rollout.config import DType
+from rollout.sglang.config import ENGINE_BYTES, GRAPH_BYTES, SGLangConfig
 from rollout.sglang.installation import ServerNeeds, server_args, server_environment, shared_gpu_args
 from rollout.task_config import ArithmeticDataConfig
+from rollout.torch.config import TorchEngineConfig
 from trainer.batch.packing import micro_batch
 from trainer.config.conflicts import sharing_problems
 from trainer.config.outputs import CheckpointConfig
@@ -34,9 +36,7 @@ from trainer.limits.estimate import activation_bytes, largest_micro_batch, model
 from trainer.limits.machine import usable_memory
 from trainer.limits.memory_plan import (
     CONTEXT_BYTES,
-    ENGINE_BYTES,
     GPU_PROCESS_BYTES,
-    GRAPH_BYTES,
     PROCESS_BYTES,
     USABLE,
     may_take_turns,

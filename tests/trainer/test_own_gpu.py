@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from policy_cases import make_config
 
-from rollout.sglang.cuda_host import Lack
+from rollout.processes.gpu_host import Lack
 from trainer.policy import worker
 from trainer.policy.worker import PolicySetup, PolicyWorker
 

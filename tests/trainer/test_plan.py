@@ -22,8 +22,10 @@ from algorithms.config import (
     ReferenceKLConfig,
     RejectedDenominator,
 )
-from rollout.config import DType, SamplingConfig, SGLangConfig, TorchEngineConfig
+from rollout.config import DType, SamplingConfig
+from rollout.sglang.config import SGLangConfig
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
+from rollout.torch.config import TorchEngineConfig
 from trainer.cli.plan import forwards, render_plan
 from trainer.config.outputs import CheckpointConfig, DumpConfig, EvalConfig
 from trainer.config.train import TrainConfig

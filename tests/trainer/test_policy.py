@@ -31,9 +31,11 @@ from algorithms.config import (
 )
 from rollout.collect.requests import make_sample as make_rollout
 from rollout.collect.requests import sampling_params
-from rollout.config import DType, EngineConfig, Quantization, SamplingConfig, SGLangConfig, TorchEngineConfig
+from rollout.config import DType, EngineConfig, Quantization, SamplingConfig
 from rollout.engine import WeightSyncError
 from rollout.group.engine_group import EngineGroup
+from rollout.sglang.config import SGLangConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.types import GenerateRequest, Sample
 from rollout.weights.packed_weights import tensor_digest, unpack
 from rollout.weights.shared_weights import copy_of

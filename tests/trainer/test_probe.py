@@ -15,7 +15,8 @@ import torch
 from policy_cases import lone_worker, make_config, save_policy
 from torch import Tensor
 
-from rollout.config import DType, SamplingConfig, TorchEngineConfig
+from rollout.config import DType, SamplingConfig
+from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import GenerateRequest, Generation, Prompt
 from trainer.batch.train_batch import MicroBatch

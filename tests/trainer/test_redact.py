@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollout.config import SGLangConfig
 from rollout.processes.secret_names import is_secret_name
+from rollout.sglang.config import SGLangConfig
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig

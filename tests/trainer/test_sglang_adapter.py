@@ -17,8 +17,9 @@ from torch import Tensor
 import rollout.sglang.engine
 import rollout.sglang.weight_update
 from rollout.collect.requests import make_sample
-from rollout.config import DType, SGLangConfig
+from rollout.config import DType
 from rollout.engine import WeightSyncError, wait_for
+from rollout.sglang.config import SGLangConfig
 from rollout.types import GenerateRequest, Generation, SamplingParams
 from trainer.batch.packing import micro_batch
 from trainer.cluster.weight_sync import sync_weights

@@ -17,8 +17,9 @@ from test_exact_bits import TEMPERATURE, differing, load
 from tiny_model import write_tiny_model
 
 from rollout.collect.requests import make_sample
-from rollout.config import DType, SGLangConfig
+from rollout.config import DType
 from rollout.engine import wait_for
+from rollout.sglang.config import SGLangConfig
 from rollout.sglang.cpu.platform import PLATFORM_NAME
 from rollout.sglang.engine import SGLangEngine
 from rollout.types import Completion, GenerateRequest, SamplingParams

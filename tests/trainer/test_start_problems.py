@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from policy_cases import make_config, save_policy
 
-from rollout.config import TorchEngineConfig
+from rollout.torch.config import TorchEngineConfig
 from trainer.compose.compose import resolve
 from trainer.compose.keys import wrong_value
 from trainer.config.outputs import TrackingConfig, WandbMode

@@ -22,8 +22,8 @@ from tracking_cases import (  # noqa: F401 - no_wandb_login is a fixture of ever
 )
 
 from algorithms.config import MISConfig
-from rollout.config import SGLangConfig
 from rollout.data.dataset import StreamState
+from rollout.sglang.config import SGLangConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.compose.compose import resolve
 from trainer.config.outputs import WandbMode

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from algorithms.config import NOT_SET, ConfigError, Problem
-from rollout.config import SGLangConfig
 from trainer.cli.arguments import parse_recipe
 from trainer.cli.parsers import BEST
 from trainer.cli.tables import rows_text
@@ -57,7 +56,7 @@ def run_eval(words: Sequence[str]) -> int:
     problems += [*resolution.problems, *start_problems(resolution, trains=False)]
     [run] = resolution.runs
     if run.config is not None:
-        problems += _server_problems(run.config)
+        problems += run.config.rollout.use_problems(run.config.engine_use(trains=False))
         problems += [] if source is None else _weights_problems(run.config, source)
     if problems or source is None or run.config is None:
         return report(problems, command=f"{NAME} {arguments.recipe}")
@@ -124,18 +123,6 @@ def _weights_problems(config: TrainConfig, source: WeightsSource) -> Iterator[Pr
         yield found
     if source.best and source.kind is SourceKind.run and (problem := best_problem(config, source.path)) is not None:
         yield problem
-
-
-def _server_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Yield the problem of running servers: a sync from ranks verifies weights, and `parity eval` has no ranks."""
-    rollout = config.rollout
-    if isinstance(rollout, SGLangConfig) and rollout.servers:
-        yield Problem(
-            key="rollout.servers",
-            rule="must be empty in an evaluation: what those servers hold could be other weights",
-            value=rollout.servers,
-            remedy="Leave it out: engines are started for the evaluation.",
-        )
 
 
 def _evaluate(config: TrainConfig, source: WeightsSource, checkpoint: Checkpoint | None, run_dir: Path) -> int:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from hydra import compose
 from hydra.core.config_loader import ConfigLoader
@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from algorithms.config import NOT_SET, Custom, Problem
 from algorithms.config.home import from_home
+from rollout.config import EngineConfig
 from rollout.processes.custom_class import load_class
 from rollout.processes.custom_code import is_custom, similar_custom
 from trainer.compose.catalog import recipe_files, recipe_name
@@ -59,7 +60,7 @@ class ComposedRun:
     problems: tuple[Problem, ...]
     model: ModelConfig | None
     """The section of the model if it has no problem, whatever the others have; None without a choice."""
-    engine: type | None
+    engine: type[EngineConfig] | None
     """Class of the chosen engine's config, also if the config has problems; None without a choice."""
     output_dir: Path | None
     """Absolute directory of the run, in a sweep the directory of all runs; None if unresolvable."""
@@ -287,9 +288,9 @@ def _misspelt(group: str, value: object, options: Sequence[str], where: str, fou
     return f"{group}={close}" if close else f"~{group}"
 
 
-def _chosen(defaults: Sequence[ResultDefault]) -> dict[str, type]:
+def _chosen(defaults: Sequence[ResultDefault]) -> dict[str, type[Any]]:
     """Group -> class of its choice; an option in a YAML file has the class of the option from which it starts."""
-    found: dict[str, type] = {}
+    found: dict[str, type[Any]] = {}
     for default in defaults:
         group, _, name = (default.config_path or "").partition("/")
         if name in GROUPS.get(group, {}):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from algorithms.config import Baseline, BaselineScope, Compared, Estimator, Problem, SelfNormalize
 from algorithms.config.rules import as_yaml
-from rollout.config import MAX_REPLY_BYTES, DynamicCollectConfig, Quantization, SGLangConfig
+from rollout.config import DynamicCollectConfig, Quantization
 from rollout.task_config import FileDataConfig
 from trainer.config.outputs import WandbMode
 from trainer.config.training import Residency
@@ -180,23 +180,11 @@ def reference_problems(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
-def adapter_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Yield broken rules about an adapter that the engines get by itself."""
-    if config.sends_adapter and isinstance(config.rollout, SGLangConfig) and config.rollout.servers:
-        yield config.broken(
-            "policy.lora.merge",
-            "must be true with rollout.servers: servers that Parity did not start have no adapter to be verified",
-            "Set it, or let Parity start the servers (rollout.servers=[]).",
-        )
-
-
 def exact_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield what breaks the promise of `rollout.exact`: that engine and trainer compute the same bits."""
     rollout, policy = config.rollout, config.policy
     if not rollout.exact:
         return
-    if isinstance(rollout, SGLangConfig):
-        yield from _exact_sglang_problems(config, rollout)
     if (rollout.gpus_per_engine > 0) is not (policy.gpus_per_worker > 0):
         rule = "must be false with GPUs on one side only: engine and trainer must compute on the same kind of device"
         remedy = "Set policy.gpus_per_worker and rollout.gpus_per_engine both to 0, or both above 0."
@@ -218,50 +206,6 @@ def exact_problems(config: TrainConfig) -> Iterator[Problem]:
     for key, (is_set, reason) in reasons.items():
         if is_set:
             yield config.broken(key, f"must be false with rollout.exact=true: {reason}")
-
-
-def _exact_sglang_problems(config: TrainConfig, rollout: SGLangConfig) -> Iterator[Problem]:
-    """Yield what of SGLang has no exact form."""
-    if rollout.servers:
-        rule = "must be [] with rollout.exact=true: only a server that Parity starts computes in exact arithmetic"
-        yield config.broken("rollout.servers", rule, "Remove it, or set rollout.exact=false.")
-    if rollout.tp_size > 1:
-        rule = "must be 1 with rollout.exact=true: ranks would add up their parts in an order of their own"
-        yield Problem(key="rollout.engine_args.tp_size", rule=rule, value=rollout.tp_size, remedy="Remove it.")
-    for name in sorted(INEXACT_ENGINE_ARGS & rollout.engine_args.keys()):
-        key, value = f"rollout.engine_args.{name}", rollout.engine_args[name]
-        rule = "must not be set with rollout.exact=true: Parity decides what the server computes with"
-        yield Problem(key=key, rule=rule, value=value, remedy="Remove it, or set rollout.exact=false.")
-    if config.policy.lora.rank:
-        rule = "must be 0 with rollout=sglang and rollout.exact=true: SGLang adds an adapter with kernels of its own"
-        yield config.broken("policy.lora.rank", rule, "Set it, or use rollout=torch.")
-
-
-INEXACT_ENGINE_ARGS = frozenset(
-    {
-        "attention_backend", "decode_attention_backend", "prefill_attention_backend", "sampling_backend",
-        "disable_cuda_graph", "enable_fp32_lm_head", "kv_cache_dtype", "enable_deterministic_inference",
-        "rl_on_policy_target",
-    }
-)  # fmt: skip
-"""Options of SGLang that change what a token is computed with."""
-MOST_KEPT = 2048
-"""Largest sampling.top_k with SGLang 0.5.23. It returns 4,096 kept tokens, and equal probabilities may add some."""
-KEPT_TOKEN_BYTES = 7
-"""Bytes of an id in a reply: at most six digits and a comma."""
-
-
-def truncation_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Yield the truncation of which the engine could not return the kept tokens."""
-    sampling = config.sampling
-    if not (sampling.is_truncated and isinstance(config.rollout, SGLangConfig)):
-        return
-    fitting = min(MOST_KEPT, MAX_REPLY_BYTES // (KEPT_TOKEN_BYTES * sampling.max_new_tokens))
-    if not 2 <= sampling.top_k <= fitting:
-        rule = f"must be 2 to {fitting} with truncated sampling (sampling.top_p, sampling.min_p) and rollout=sglang: a "
-        rule += f"server returns so many kept tokens for each of sampling.max_new_tokens={sampling.max_new_tokens}"
-        remedy = f"Set sampling.top_k={min(256, fitting)}, remove sampling.top_p and min_p, or use rollout=torch."
-        yield config.broken("sampling.top_k", rule, remedy)
 
 
 LEAST_LORA_RATE = 1e-5

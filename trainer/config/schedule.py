@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from algorithms.config import Checked, Problem
 from algorithms.config.rules import at_least, ruled
-from rollout.config import CollectOrder, PauseMode, SGLangConfig
+from rollout.config import CollectOrder
 from trainer.config.training import Residency
 
 if TYPE_CHECKING:
@@ -107,17 +107,6 @@ def schedule_problems(config: TrainConfig) -> Iterator[Problem]:
             "collect.partial",
             f"must be false with schedule={schedule.kind}: no responses are resumed, {goes_on}",
             "Use schedule=sync, or leave it out.",
-        )
-    if (
-        isinstance(config.rollout, SGLangConfig)
-        and config.rollout.pause_mode is PauseMode.abort
-        and (schedule.updates_in_flight)
-    ):
-        yield config.broken(
-            "rollout.pause_mode",
-            f"must be retract or in_place with schedule={schedule.kind}: weights change while responses are "
-            "unfinished, which must go on",
-            "Vetted: retract.",
         )
     if collect.order is CollectOrder.completion and collect.over_sampling == 1 and not schedule.updates_in_flight:
         yield config.broken(

@@ -33,17 +33,17 @@ from algorithms.config.correction import CORRECTIONS
 from algorithms.config.loss import LOSSES
 from rollout.config import (
     CollectConfig,
+    CustomEngine,
     DynamicCollectConfig,
     EngineConfig,
+    EngineUse,
     FixedCollectConfig,
     SamplingConfig,
-    SGLangConfig,
-    TorchEngineConfig,
 )
 from rollout.episodes.config import EpisodeConfig, episode_problems
+from rollout.group.engines import DEFAULT_ENGINE, ENGINES
 from rollout.task_config import ArithmeticDataConfig, CustomData, DataConfig, FileDataConfig, RewardConfig
 from trainer.config.conflicts import (
-    adapter_problems,
     advantage_problems,
     checkpoint_problems,
     critic_problems,
@@ -52,7 +52,6 @@ from trainer.config.conflicts import (
     idle_notes,
     reference_problems,
     sharing_problems,
-    truncation_problems,
 )
 from trainer.config.guard import CustomGuard, GuardConfig, MismatchGuardConfig, NoGuardConfig, guard_problems
 from trainer.config.outputs import CheckpointConfig, DumpConfig, EvalConfig, TrackingConfig
@@ -85,7 +84,7 @@ class TrainConfig(Checked):
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    rollout: EngineConfig = field(default_factory=SGLangConfig)
+    rollout: EngineConfig = field(default_factory=DEFAULT_ENGINE)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     collect: CollectConfig = field(default_factory=FixedCollectConfig)
     schedule: ScheduleConfig = field(default_factory=SyncScheduleConfig)
@@ -167,6 +166,17 @@ class TrainConfig(Checked):
         """True if the engines hold the frozen weights and get an adapter; otherwise they get all weights."""
         return self.policy.lora.rank > 0 and not self.policy.lora.merge
 
+    def engine_use(self, *, trains: bool = True) -> EngineUse:
+        """What the run asks of its engines, or an evaluation, which does not train."""
+        return EngineUse(
+            sampling=self.sampling,
+            lora_rank=self.policy.lora.rank,
+            sends_adapter=self.sends_adapter,
+            schedule=self.schedule.kind,
+            updates_in_flight=self.schedule.updates_in_flight,
+            trains=trains,
+        )
+
     @property
     def has_kl_in_reward(self) -> bool:
         """True if the KL to the reference is subtracted from the reward."""
@@ -231,9 +241,8 @@ class TrainConfig(Checked):
         if self.batch.samples_per_step < self.policy.num_workers:
             samples = f"batch.prompts_per_step x batch.group_size = {self.batch.samples_per_step} samples per step"
             yield self.broken("policy.num_workers", f"must be <= {samples}")
-        yield from adapter_problems(self)
+        yield from self.rollout.use_problems(self.engine_use())
         yield from exact_problems(self)
-        yield from truncation_problems(self)
         yield from sharing_problems(self)
         yield from schedule_problems(self)
         if (self.loss.aggregation is Aggregation.fixed_length) and (self.loss.fixed_length_tokens or 0) < (
@@ -256,7 +265,7 @@ class TrainConfig(Checked):
 GROUPS: Mapping[str, Mapping[str, type[Checked]]] = {
     "model": {"hf": HFModelConfig, "smollm2": SmolLM2ModelConfig, "arithmetic": ArithmeticModelConfig},
     "data": {"file": FileDataConfig, "arithmetic": ArithmeticDataConfig},
-    "rollout": {"sglang": SGLangConfig, "torch": TorchEngineConfig},
+    "rollout": ENGINES,
     "collect": {"fixed": FixedCollectConfig, "dynamic": DynamicCollectConfig},
     "schedule": {
         "sync": SyncScheduleConfig,
@@ -271,6 +280,7 @@ GROUPS: Mapping[str, Mapping[str, type[Checked]]] = {
 
 CUSTOM: Mapping[str, type[Custom]] = {
     "data": CustomData,
+    "rollout": CustomEngine,
     "correction": CustomCorrection,
     "loss": CustomLoss,
     "guard": CustomGuard,

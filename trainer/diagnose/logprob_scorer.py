@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rollout.config import DType, Quantization
-from rollout.torch.model import round_inputs
+from rollout.model.rounding import round_inputs
 from rollout.weights.packed_weights import DTYPES
 from rollout.weights.quantization import on_grid
 from trainer.diagnose.evidence import Evidence

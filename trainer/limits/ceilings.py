@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from rollout.config import DType
-from rollout.torch.onednn_linear import linear
+from rollout.model.onednn_linear import linear
 from rollout.weights.packed_weights import DTYPES
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.provenance import cpu_name, num_cores

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.config import SGLangConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig, Residency
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
@@ -38,16 +37,10 @@ USABLE = 0.92
 CONTEXT_BYTES = 2 * 2**30
 """Memory of a rank on a GPU besides tensors, and what a rank or an engine keeps there while it sleeps: the context,
 libraries, NCCL's buffers. Calculated, not yet measured."""
-ENGINE_BYTES = 6 * 2**30
-"""Memory of SGLang on a GPU besides weights and cache: graphs of up to 1,024 requests, workspaces, a prefill's
-activations, its context. Calculated, not yet measured."""
 PROCESS_BYTES = 2**29
 """Memory of a rank or an engine besides what the plan counts: Python, torch, transformers and the C library's rest."""
 GPU_PROCESS_BYTES = 3 * 2**30
 """The same of a process that uses CUDA, whose libraries are larger. Calculated, not yet measured."""
-GRAPH_BYTES = 5 * 2**29
-"""Memory of the host in which SGLang keeps its decode graphs, for each of its GPUs, if it sleeps. Calculated, not yet
-measured."""
 SAVING_KEYS = (
     "batch.max_tokens_per_microbatch, sampling.max_new_tokens, rollout.num_engines or policy.num_workers, or set "
     "policy.activation_checkpoint_every=1 or policy.dtype=bfloat16"
@@ -75,14 +68,11 @@ class MemoryPlan:
 
     @property
     def engine_bytes(self) -> int | None:
-        """Bytes that one engine takes of each of its GPUs while the ranks are awake.
-
-        SGLang takes a part for weights and cache and adds the rest; of the torch engine it is the estimate.
-        """
-        if isinstance(self.config.rollout, SGLangConfig) and self.device_bytes is not None:
-            part = self.config.rollout.engine_args.get("mem_fraction_static", self.config.rollout.gpu_share)
-            return int(part * self.device_bytes) + ENGINE_BYTES
-        return None if self.engine is None else self.engine.weights + self.engine.kv_cache
+        """Bytes that one engine takes of each of its GPUs while the ranks are awake."""
+        taken = None if self.device_bytes is None else self.config.rollout.taken_bytes(self.device_bytes)
+        if taken is None and self.engine is not None:
+            taken = self.engine.weights + self.engine.kv_cache
+        return taken
 
     @property
     def fits_together(self) -> bool | None:
@@ -100,7 +90,7 @@ class MemoryPlan:
         rollout = self.config.rollout
         of_engine = self.engine.weights + self.engine.kv_cache
         if rollout.gpus_per_engine:
-            graphs = GRAPH_BYTES if self.takes_turns and isinstance(rollout, SGLangConfig) else 0
+            graphs = rollout.graph_bytes if self.takes_turns else 0
             of_engine = rollout.tp_size * (GPU_PROCESS_BYTES + graphs)
         return self.ranks_host_bytes + rollout.num_engines * (of_engine + PROCESS_BYTES) + self.engine.weights
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rollout.torch.onednn_linear import use_fast_products
+from rollout.model.onednn_linear import use_fast_products
 from rollout.types import AdapterSpec
 from rollout.weights.adapter import A_ENDING, ADAPTER, B_ENDING, add_adapter, is_adapter
 from trainer.config.training import LoraConfig

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rollout.config import DType
-from rollout.torch.model_limits import altered_logits
-from rollout.torch.onednn_linear import use_fast_products
+from rollout.model.limits import altered_logits
+from rollout.model.onednn_linear import use_fast_products
 from rollout.weights.adapter import is_adapter, name_without_adapter, sent_name
 from rollout.weights.files import INDEX_FILE, WEIGHT_FILE, indexed_files
 from rollout.weights.files import tensor_shapes as stored_shapes

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from rollout.engine import WeightSyncError
-from rollout.sglang.expected import ExpectedDigests, part_of
-from rollout.sglang.fusing import FusionError
+from rollout.engine import LayoutError, WeightSyncError
 from rollout.types import PackedWeights, SharedWeights, WeightLayout
 from rollout.weights.adapter import is_adapter, sent_name
 from rollout.weights.packed_weights import DTYPES, unpack
@@ -99,13 +97,12 @@ class PolicyPublisher:
             return None
         try:
             digests = {
-                layout: ExpectedDigests(part_of(layout, adapter=part is Part.adapter), sent=publisher.names)
-                for layout in layouts
+                layout: layout.expected(sent=publisher.names, of_adapter=part is Part.adapter) for layout in layouts
             }
             shared = publisher.publish(
                 tensors, policy_version=policy_version, watchers=[each.add for each in digests.values()]
             )
-        except FusionError as error:
+        except LayoutError as error:
             raise WeightSyncError(f"policy version {policy_version}: {error}") from error
         shared.engine_digests = {layout: each.result() for layout, each in digests.items()}
         return shared

@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rollout.exact.gpu import use_batch_invariant_kernels
 from rollout.exact.layers import make_exact
+from rollout.processes.gpu_host import listed, rank_lacks
 from rollout.processes.inherited import forget_launcher
 from rollout.processes.network import use_interface_towards
 from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.recorder import Recorder
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
-from rollout.sglang.cuda_host import listed, rank_lacks
 from rollout.types import SharedWeights, WeightLayout
 from rollout.weights.packed_weights import DTYPES
 from rollout.weights.weight_broadcast import Receiver

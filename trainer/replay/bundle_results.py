@@ -14,7 +14,6 @@ import torch
 
 from algorithms.config import PPOClipConfig, TISConfig
 from algorithms.histograms import Bins, HistogramArrays, MismatchHistograms, mismatch_histograms
-from rollout.config import TorchEngineConfig
 from rollout.task_config import ArithmeticDataConfig
 from trainer.config.guard import MismatchGuardConfig, Reading
 from trainer.config.train import TrainConfig
@@ -132,7 +131,6 @@ def judged_config(*, after_steps: bool) -> TrainConfig:
         batch=BatchConfig(prompts_per_step=2, mini_batch_prompts=1 if after_steps else None),
         model=ArithmeticModelConfig(),
         data=ArithmeticDataConfig(),
-        rollout=TorchEngineConfig(),
         correction=TISConfig(),
         loss=PPOClipConfig(),
     )

@@ -22,7 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from rollout.torch.model_limits import check_attention
+from rollout.model.limits import check_attention
 from trainer.batch.train_batch import Branch
 
 PACKED_ATTENTION = "parity_packed"

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from rollout.exact.attention import KEY_BLOCK, attend, num_columns
-from rollout.torch.model_limits import check_attention
+from rollout.model.limits import check_attention
 from trainer.batch.train_batch import Branch
 from trainer.scoring.attention import Segments, attend_by_run
 

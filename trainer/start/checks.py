@@ -13,10 +13,9 @@ from pathlib import Path
 
 from algorithms.config import ConfigError, Problem
 from algorithms.config.home import from_home
-from rollout.config import SGLANG_REMEDY, SGLangConfig
 from rollout.processes.child_process import ENVIRONMENT_NAMES, named_secrets
 from rollout.processes.custom_code import is_custom
-from rollout.sglang.cuda_host import engine_lacks, rank_lacks, torch_lacks
+from rollout.processes.gpu_host import rank_lacks, torch_lacks
 from trainer.compose.compose import Resolution
 from trainer.config.outputs import WANDB_RUN_ID, WandbMode
 from trainer.config.train import TrainConfig
@@ -45,11 +44,8 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
     of_tasks = task_problems(configs, trains=trains)  # first: it fetches config.json of a model of the hub
     problems = _directory_problems(resolution, trains=trains)
     problems += [*job_problems(), *shared_id_problems(len(resolution.runs))]
-    if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
-        remedy = f"{SGLANG_REMEDY}."
-        problems.append(
-            Problem(key="rollout", rule="must be an engine that is installed", value="sglang", remedy=remedy)
-        )
+    engines = {run.engine for run in resolution.runs if run.engine is not None}
+    problems += [problem for engine in engines if (problem := engine.missing_package()) is not None]
     problems += [problem for problem in [wandb_mode_problem(configs)] if problem is not None]
     problems += variable_problems(configs)
     if any(config.tracking.tensorboard for config in configs):
@@ -74,10 +70,8 @@ def gpu_host_problems(config: TrainConfig, *, trains: bool) -> Iterator[Problem]
         return
     lacks = {lack: "policy.gpus_per_worker" for lack in (rank_lacks() if trains and policy.gpus_per_worker else ())}
     if rollout.gpus_per_engine:
-        of_engine = torch_lacks()
-        if isinstance(rollout, SGLangConfig):
-            sleeps = trains and memory_plan(config, device_bytes=gpu_bytes()).takes_turns
-            of_engine = engine_lacks(sleeps=sleeps)
+        sleeps = trains and memory_plan(config, device_bytes=gpu_bytes()).takes_turns
+        of_engine = [*torch_lacks(), *rollout.gpu_lacks(sleeps=sleeps)]
         lacks = dict.fromkeys(of_engine, "rollout.gpus_per_engine") | lacks
     for lack, key in lacks.items():
         yield config.broken(key, f"must be 0 on this host: {lack.what}", lack.remedy)

@@ -13,14 +13,12 @@ from pathlib import Path
 
 from algorithms.config import ConfigError, Problem
 from rollout.collect.requests import sampling_params
-from rollout.config import SGLangConfig
 from rollout.data.data_files import DataError, on_hub
 from rollout.data.dataset import first_row, load_dataset
 from rollout.data.file_prompts import Judgement
 from rollout.episodes.trial import load_problem, try_episode
 from rollout.processes.custom_code import is_custom
 from rollout.rewards import judgement, try_reward
-from rollout.sglang.stacked import parts_apart
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from rollout.types import Prompt
 from trainer.config.train import TrainConfig
@@ -187,11 +185,8 @@ def _adapter_problems(config: TrainConfig) -> Iterator[Problem]:
         yield config.broken(
             "policy.lora.rank", rule, f"Lower it, or choose larger layers with policy.lora.targets.{more}"
         )
-    if isinstance(config.rollout, SGLangConfig) and config.sends_adapter and chosen:
-        apart = parts_apart(chosen, among=shapes)
-        if apart:
-            rule = f"must choose {apart} in all layers or none: SGLang holds them as one matrix"
-            yield config.broken("policy.lora.targets", rule, "Choose them, or set policy.lora.merge=true.")
+    if config.sends_adapter and chosen and (rule := config.rollout.adapter_rule(chosen, among=shapes)):
+        yield config.broken("policy.lora.targets", rule, "Choose them, or set policy.lora.merge=true.")
 
 
 def _model_problems(config: TrainConfig) -> Iterator[Problem]:
@@ -230,15 +225,7 @@ def context_problems(config: TrainConfig, directory: Path, *, longest_prompt: in
     None is a length that is not known, of at least a token. Nothing is yielded where the engine decides: with servers
     that run already, and with scaled positions.
     """
-    model = described(directory)
-    text = text_part(model)
-    context = text.get("max_position_embeddings")
-    if isinstance(config.rollout, SGLangConfig):
-        context = config.rollout.engine_args.get("context_length", context)
-        if config.rollout.servers or any(
-            "factor" in (text.get(key) or {}) for key in ("rope_scaling", "rope_parameters")
-        ):
-            return
+    context = config.rollout.context_length(text_part(described(directory)))
     tokens = {"sampling.max_new_tokens": config.sampling.max_new_tokens}
     tokens |= {"eval.max_new_tokens": config.eval.max_new_tokens} if config.eval.max_new_tokens is not None else {}
     for key, most in tokens.items():
