@@ -16,7 +16,7 @@ from packing_cases import pack
 from tiny_model import EOS_TOKEN_ID, write_tiny_model
 
 from rollout.config import DType
-from rollout.engine import EngineInfo
+from rollout.engine import Engine, EngineInfo
 from rollout.processes.scratch import Scratch
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.config import SGLangConfig
@@ -106,7 +106,13 @@ def start_served(directory: Path, *, model_type: str, tied: bool, dtype: DType, 
 
 
 def make_requests(
-    prompts: list[list[int]], *, num_samples: int = 1, temperature: float = 1.0, max_new_tokens: int = 24, seed: int = 0
+    prompts: list[list[int]],
+    *,
+    num_samples: int = 1,
+    temperature: float = 1.0,
+    max_new_tokens: int = 24,
+    seed: int = 0,
+    stop: tuple[int, ...] = (EOS_TOKEN_ID,),
 ) -> list[GenerateRequest]:
     """`num_samples` requests per prompt, each with a seed of its own."""
     return [
@@ -118,7 +124,7 @@ def make_requests(
                 temperature=temperature,
                 max_new_tokens=max_new_tokens,
                 seed=seed + prompt_id * 1000 + sample,
-                stop_token_ids=(EOS_TOKEN_ID,),
+                stop_token_ids=stop,
             ),
         )
         for prompt_id, prompt in enumerate(prompts)
@@ -191,7 +197,7 @@ def judged(served: Served, *, temperature: float, lowest: DType) -> torch.Tensor
     )
 
 
-def poll_all(engine: SGLangEngine, count: int, *, into: dict[int, Generation] | None = None) -> dict[int, Generation]:
+def poll_all(engine: Engine, count: int, *, into: dict[int, Generation] | None = None) -> dict[int, Generation]:
     """Poll until `count` completions are there, by ticket; each comes once."""
     got = {} if into is None else into
     deadline = time.monotonic() + 240

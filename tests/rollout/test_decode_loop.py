@@ -12,7 +12,6 @@ from tiny_model import write_tiny_model
 import rollout.torch.decode_loop
 import rollout.torch.engine
 from rollout.engine import EngineError, WeightSyncError
-from rollout.types import FinishReason
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,46 +78,13 @@ def test_a_poll_waits_a_little_for_further_completions(model_path, monkeypatch, 
     assert len(first) + len(engine.poll(60.0) if not together else []) == 4
 
 
-def test_an_aborted_response_resumes_as_if_nothing_had_been(model_path):
-    """With the same seed and weights: the draws belong to the token's place, not to the part."""
-    engine = start(model_path)
-    requests = long_requests(4, short=1)
-    whole = engine.generate(requests)
-    engine.submit(range(4), requests)
-    wait_for(engine, [0])
-    engine.abort([2, 77])
-    engine.abort([2])
-    cut = wait_for(engine, [2])[2]
-    assert cut.finish_reason is FinishReason.abort
-    assert 5 <= len(cut.token_ids) < 400
-    assert cut.token_ids == whole[2].token_ids[: len(cut.token_ids)]
-    engine.submit([9], [replace(requests[2], resumed=cut)])
-    resumed = wait_for(engine, [1, 3, 9])[9]
-    assert (resumed.token_ids, resumed.finish_reason) == (whole[2].token_ids, FinishReason.length)
-    assert resumed.logprobs[: len(cut.logprobs)] == cut.logprobs
-    assert resumed.logprobs == pytest.approx(whole[2].logprobs, abs=TOLERANCE)
-    engine.submit([10, 11], requests[2:])
-    engine.abort(None)
-    aborted = wait_for(engine, [10, 11])
-    assert {generation.finish_reason for generation in aborted.values()} == {FinishReason.abort}
-
-
-def test_a_resumed_response_must_have_room(model_path):
-    engine = start(model_path)
-    [request] = make_requests(1, max_new_tokens=4, stop=())
-    done = engine.generate([request])[0]
-    with pytest.raises(ValueError, match="4 resumed tokens leave none of max_new_tokens=4"):
-        engine.submit([0], [replace(request, resumed=done)])
-
-
-@pytest.mark.parametrize("source", [weights_of, shared_weights_of])
-def test_weights_change_in_the_middle_and_every_token_knows_its_own(tmp_path, source):
+def test_weights_in_shared_memory_change_in_the_middle_and_every_token_knows_its_own(tmp_path):
     """The log-probs of each version's tokens are those of that version's model over the whole text."""
     old, new = write_tiny_model(tmp_path / "old"), write_tiny_model(tmp_path / "new", seed=9)
     engine, requests = start(tmp_path / "old", max_batch_size=3), long_requests(4, short=1)
     engine.submit(range(4), requests)
     found = wait_for(engine, [0])
-    assert engine.load_weights(source(new, version=1)).policy_version == 1
+    assert engine.load_weights(shared_weights_of(new, version=1)).policy_version == 1
     found |= wait_for(engine, [1, 2, 3])
     assert found[0].token_versions == [0] * 5
     for ticket in (1, 2, 3):

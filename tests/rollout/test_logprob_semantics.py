@@ -1,6 +1,6 @@
 """What a log-prob means, proven against exact enumeration: every response of a 5-token vocabulary and its probability.
 
-A real tiny model, on the torch engine and on a real SGLang server: temperature, shift, seeds, and truncated sampling.
+A real tiny model, on every kind of engine (`engine_cases.py`): temperature, shift, seeds, and truncated sampling.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from engine_cases import start_engine
 from tiny_model import EOS_TOKEN_ID, write_tiny_model
 
 from algorithms.truncation import kept_tokens
 from rollout.collect.filters import invalid_reason
 from rollout.collect.requests import SeedSource
-from rollout.config import DType
 from rollout.engine import Engine
-from rollout.sglang.config import SGLangConfig
-from rollout.sglang.engine import SGLangEngine
-from rollout.torch.config import TorchEngineConfig
-from rollout.torch.engine import TorchEngine
 from rollout.types import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
@@ -53,20 +49,12 @@ def model(model_path: Path) -> PreTrainedModel:
 
 @pytest.fixture(
     scope="module",
-    params=["torch", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow])],
+    params=["torch", "toy", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow])],
 )
 def engine(
     request: pytest.FixtureRequest, model: PreTrainedModel, model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    made: Engine
-    if request.param == "torch":
-        made = TorchEngine(TorchEngineConfig(dtype=DType.float32), index=0, device="cpu", num_threads=1)
-    else:
-        logs = tmp_path_factory.mktemp("logs")
-        made = SGLangEngine(
-            SGLangConfig(dtype=DType.float32), index=0, seed=0, device="cpu", log_dir=logs, num_threads=1
-        )
-    made.start(model_path)
+    made = start_engine(request.param, model_path, log_dir=tmp_path_factory.mktemp("logs"))
     yield made
     made.stop()
 
