@@ -19,7 +19,7 @@ def files() -> dict[str, str]:
 def commands() -> list[list[str]]:
     """(recipe, words) of each command of the page."""
     lines = re.findall(r"^parity train (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
-    return [shlex.split(line) for line in lines]
+    return [shlex.split(line.replace("tests/rollout/", f"{PAGE.parents[1]}/tests/rollout/")) for line in lines]
 
 
 def write_files(directory: Path) -> None:

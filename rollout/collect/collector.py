@@ -346,6 +346,8 @@ class Collector:
         )
         if not isinstance(self._collect, DynamicCollectConfig):
             return f"{text} Look at the engine's log for the invalid samples."
+        if self._collect.filter is not None:
+            return f"{text} Groups are kept by collect.filter={self._collect.filter.text()}: let it keep more of them."
         if self._scorer.correct_rule and not stats.samples_correct and stats.groups_equal < stats.groups_compared:
             return (
                 f"{text} The rewards differ in {stats.groups_compared - stats.groups_equal} groups, but no response is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rollout.config import CustomEngine, DType
@@ -9,12 +10,16 @@ from rollout.engine import Engine, EngineSetup
 from rollout.group.engines import ENGINES
 from rollout.processes.custom_class import load_class
 
-TOY = f"{Path(__file__).parent / 'toy_engine.py'}:ToyEngine"
+OWN = {
+    "toy": f"{Path(__file__).parent / 'toy_engine.py'}:ToyEngine",
+    **({"yours": os.environ["PARITY_TEST_ENGINE"]} if "PARITY_TEST_ENGINE" in os.environ else {}),
+}
+"""Engines of users; PARITY_TEST_ENGINE=path/to/file.py:Name adds one to the contract test."""
 
 
 def start_engine(name: str, model_path: Path, *, log_dir: Path) -> Engine:
-    """The engine `sglang`, `torch` or `toy` of a float32 model, on one thread, as a worker of a run makes it."""
-    config = (load_class(TOY, CustomEngine) if name == "toy" else ENGINES[name])(dtype=DType.float32)
+    """An engine of ENGINES or of OWN, of a float32 model, on one thread, as a worker of a run makes it."""
+    config = (load_class(OWN[name], CustomEngine) if name in OWN else ENGINES[name])(dtype=DType.float32)
     setup = EngineSetup(
         config=config, index=0, seed=0, device="cpu", num_threads=1, log_dir=log_dir, model_path=model_path
     )

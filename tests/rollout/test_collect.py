@@ -1,7 +1,7 @@
 """Collection on a real engine: counts, dynamic sampling, invalid samples, seeds. Faults are put into real responses."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ from samplers import Faulty, LocalSampler, Recorder
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.collect.collector import Collector, CollectPlan
+from rollout.collect.filters import DropReason, is_zero_variance
 from rollout.collect.requests import SeedSource, make_sample
-from rollout.config import DType, DynamicCollectConfig, FixedCollectConfig, SamplingConfig
+from rollout.config import CustomFilter, DType, DynamicCollectConfig, FixedCollectConfig, SamplingConfig
 from rollout.data.dataset import PromptStream
 from rollout.rewards import Scorer
 from rollout.rewards.custom import RESERVED_METRICS
@@ -135,7 +136,7 @@ def test_metrics_of_a_fixed_step(engine):
         "rollout/rounds": 1.0,
         "rollout/groups_generated": 8.0,
         "rollout/groups_kept": 8.0,
-        **{f"rollout/groups_dropped/{reason}": 0.0 for reason in ("too_old", "too_small", "zero_variance", "surplus")},
+        **{f"rollout/groups_dropped/{reason}": 0.0 for reason in DropReason.__members__},
         "rollout/groups_left_over": 0.0,
         "rollout/samples_generated": 24.0,
         "rollout/samples_decided": 24.0,
@@ -281,9 +282,31 @@ def test_a_starved_step_stops_with_counts_and_advice(engine):
     message = str(caught.value)
     assert message.startswith(
         "step 4: 0 of 8 needed groups after 3 rounds, 24 groups and 72 samples "
-        "(too_old 0, too_small 0, zero_variance 24, surplus 0; accuracy of all samples 0.000)."
+        "(too_old 0, too_small 0, zero_variance 24, filtered 0, surplus 0; accuracy of all samples 0.000)."
     )
     assert all(key in message for key in ("collect.max_rounds", "collect.min_prompts", "too hard or too easy"))
+
+
+@dataclass(kw_only=True)
+class Even(CustomFilter):
+    """Keeps the prompts with an even number, or none."""
+
+    none: bool = False
+
+    def __call__(self, group):
+        assert all(sample.correct is not None and sample.reward is not None for sample in group.samples)
+        return not self.none and group.prompt.prompt_id % 2 == 0
+
+
+def test_a_filter_of_the_user_decides_which_groups_a_step_has(engine):
+    found = make_collector(LocalSampler(engine), DynamicCollectConfig(max_rounds=9, filter=Even())).collect(1, 0)
+    assert len(found.groups) == 8 and {group.prompt.prompt_id % 2 for group in found.groups} == {0}
+    assert any(is_zero_variance(group) for group in found.groups), "correct or not does not decide"
+    dropped = found.stats.metrics()
+    assert dropped["rollout/groups_dropped/filtered"] > 0 == dropped["rollout/groups_dropped/zero_variance"]
+    starved = make_collector(LocalSampler(engine), DynamicCollectConfig(max_rounds=2, filter=Even(none=True)))
+    with pytest.raises(RuntimeError, match=r"0 of 8 needed groups .* filtered 2\d.* collect\.filter=Even\(none=true\)"):
+        starved.collect(1, 0)
 
 
 PARTIAL = """

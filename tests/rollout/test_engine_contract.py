@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import pytest
 import torch
-from engine_cases import start_engine
+from engine_cases import OWN, start_engine
 from packing_cases import pack
 from sglang_cases import (
     LONG,
@@ -75,7 +75,7 @@ class Embedded:
         self.load(self._first)
 
 
-KINDS = ["torch", "toy", pytest.param("sglang", marks=pytest.mark.sglang)]
+KINDS = ["torch", *OWN, pytest.param("sglang", marks=pytest.mark.sglang)]
 
 
 @pytest.fixture(scope="module")

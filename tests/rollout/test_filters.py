@@ -94,7 +94,7 @@ def test_a_sample_is_counted_once_under_the_first_reason():
 
 
 def test_the_order_of_the_reasons_of_groups_is_that_of_the_table_in_the_docs():
-    assert list(DropReason.__members__) == ["too_old", "too_small", "zero_variance", "surplus"]
+    assert list(DropReason.__members__) == ["too_old", "too_small", "zero_variance", "filtered", "surplus"]
 
 
 def group_of(*verdicts, rewards=None):

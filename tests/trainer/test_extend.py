@@ -170,6 +170,7 @@ REFUSED = {  # R: correction.reject.custom
     "loss=sigma.py:TokenSigma": ("loss", "must name a subclass of CustomLoss"),
     "loss=anchored.py:Anchored loss.clip_low=0.1": ("loss.clip_low", "is not a key of loss=anchored.py:Anchored"),
     "loss=anchored.py:Anchored loss.beta=-1": ("loss.beta", "must be >= 0"),
+    "tracking.metrics=[hellinger.py:Hellinger,hellinger.py:Hellinger]": ("tracking.metrics", "of different names"),
     "model=sigma.py:TokenSigma": ("model", "must be one of"),
 }  # fmt: skip
 

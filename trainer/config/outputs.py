@@ -174,6 +174,9 @@ class TrackingConfig(Checked):
     """Metrics of your own over the tokens of a step, each path/to/file.py:Name, or {use: ..., key: value}."""
 
     def conflicts(self) -> Iterator[Problem]:
+        names = [metric.name for metric in self.metrics]
+        if len(set(names)) < len(names):
+            yield Problem(key="metrics", rule="must have metrics of different names", value=names)
         for tag in self.tags:
             if not 1 <= len(tag) <= 64:
                 yield Problem(key="tags", rule="must be texts of 1 to 64 characters, which W&B takes", value=tag)
