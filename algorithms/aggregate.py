@@ -39,7 +39,7 @@ def token_coefficients(
     """
     if isinstance(aggregation, CustomAggregation):
         counts = {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences)}
-        return aggregation.fitting(aggregation(mask, cu_seqlens, **counts), mask)
+        return aggregation.fitting(aggregation(mask, cu_seqlens, **counts), mask, finite=True)
     ones = mask.float()
     match aggregation:
         case Aggregation.token_mean:

@@ -320,6 +320,7 @@ def policy_loss(
     )
     if isinstance(loss_config, CustomLoss):
         surrogate = Surrogate(*(loss_config.fitting(each, theta) for each in loss_config(tokens)))
+        loss_config.fitting(surrogate.loss, theta, finite=True)
     elif loss_config.surrogate in SURROGATES:
         surrogate = SURROGATES[loss_config.surrogate](tokens, loss_config)
     else:

@@ -39,11 +39,16 @@ class Custom(Checked):
         shown = [*parts.values(), *(f"{name}={as_yaml(value)}" for name, value in values.items())]
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    def fitting(self, values: Tensor, like: Tensor) -> Tensor:
-        """What the user's code returned, of the shape of `like`. Raises ValueError, with the name, otherwise."""
+    def fitting(self, values: Tensor, like: Tensor, *, finite: bool = False) -> Tensor:
+        """What the user's code returned, of the shape of `like`; with `finite`, which reads the device, without NaN and
+        infinity. Raises ValueError, with the name, otherwise."""
         if getattr(values, "shape", None) != like.shape:
             got = list(values.shape) if hasattr(values, "shape") else type(values).__name__
             raise ValueError(f"{self.source or self.name} must return {list(like.shape)} values, got {got}")
+        bad = int((~values.detach().isfinite()).sum()) if finite else 0
+        if bad:
+            of = f"{bad} of {values.numel()} are not"
+            raise ValueError(f"{self.source or self.name} must return finite values, and {of}")
         return values
 
     @property

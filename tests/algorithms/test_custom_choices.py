@@ -241,6 +241,23 @@ WRONG = {
 }
 
 
+def test_values_that_are_not_finite_name_the_class() -> None:
+    @dataclass(kw_only=True)
+    class Zero(CustomEstimator):
+        def __call__(self, step: Any) -> Tensor:
+            return step.rewards / 0  # type: ignore[no-any-return]
+
+    @dataclass(kw_only=True)
+    class Log(CustomLoss):
+        def __call__(self, tokens: SurrogateTokens) -> Surrogate:
+            return Clip()(tokens)._replace(loss=(tokens.ratio() - 1).log())
+
+    with pytest.raises(ValueError, match="Zero must return finite values, and 4 of 4 are not"):
+        sample_advantages(Zero(), torch.ones(4), torch.zeros(4).long(), epsilon=1e-6)
+    with pytest.raises(ValueError, match="Log must return finite values"):
+        loss_of(Log(), correct(CustomConfig().spec(), tokens()))
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_shape_names_the_class(kind: str) -> None:
     with pytest.raises(ValueError, match=r"^Short\w+ must return \[\d+\] values, got \[\d+\]$"):
