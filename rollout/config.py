@@ -6,6 +6,7 @@ depends on the engine.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -128,6 +129,7 @@ class EngineConfig(Checked):
         """Bytes that an engine takes of each of its GPUs, of `gpu_bytes` each; None: what weights and cache need."""
         return None
 
+    @abstractmethod
     def build(self, setup: EngineSetup) -> Engine:
         """Make the engine of one worker, not yet started. What is slow to import is imported here."""
         raise NotImplementedError(f"{type(self).__name__}.build")
@@ -270,6 +272,7 @@ class FixedCollectConfig(CollectConfig):
 class CustomFilter(Custom):
     """A user's decision which groups a step trains on."""
 
+    @abstractmethod
     def __call__(self, group: SampleGroup) -> bool:
         """True if the group is kept; its samples have rewards. Runs in the driver, while engines sample."""
         raise NotImplementedError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -232,6 +233,7 @@ class CustomData(FileDataConfig, Custom):
     answer_key: str | None = ruled("answer", _COLUMN, remedy="Use null to recognise the layout.")
     """Column with the reference answer; null recognises the layout."""
 
+    @abstractmethod
     def rows(self, source: str) -> Iterator[Mapping[str, Any]]:
         """The rows of train_path, eval_path or an entry of eval.sets, each column -> value, the same at every call.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -64,6 +65,7 @@ class CustomEstimator(Custom):
     baseline: ClassVar[Baseline] = Baseline.none
     """What it takes off the rewards: the rules about groups follow from it. `critic` is not possible here."""
 
+    @abstractmethod
     def __call__(self, step: StepRewards) -> Tensor:
         """The advantage of each sample of the step, [N]."""
         raise NotImplementedError

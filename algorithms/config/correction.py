@@ -6,6 +6,7 @@ all keys; most presets of other libraries are instances of it.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -290,6 +291,11 @@ class CustomCorrection(CorrectionConfig, Custom):
     """A mode of a user, with keys of its own: `spec` says what it is made of."""
 
     mode: ClassVar[str] = "custom"
+
+    @abstractmethod
+    def spec(self) -> CorrectionSpec:
+        """The full specification of the correction."""
+        raise NotImplementedError
 
 
 def _interval_problems(low: float | None, high: float) -> Iterator[Problem]:

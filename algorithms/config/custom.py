@@ -7,6 +7,7 @@ needs; an instance is called like the function of a built-in choice. docs/extend
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from algorithms.tokens import Tokens
 
+PARTS = frozenset({"rho", "train", "weight", "ratio", "anchor", "kept"})
+"""What may stand in the braces of a formula beside the keys of the class; each kind has some of them."""
 USE = "use"
 """Key of the mapping that names a choice of the user's own together with its keys: {use: file.py:Name, cap: 2}."""
 
@@ -66,6 +69,7 @@ class CustomMetric(Custom):
         """Name of the metric: own/ and the name of the class."""
         return f"own/{self.name}"
 
+    @abstractmethod
     def __call__(self, tokens: Tokens) -> Tensor:
         """The value of each token, [T]; what it is off tokens.valid does not matter."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ At r = 1 the gradient of every surrogate is -A grad log pi_theta.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -80,6 +81,7 @@ class CustomAggregation(Custom):
     divisor: ClassVar[Divisor] = Divisor.tokens
     """The count of the optimizer step by which the coefficients are divided."""
 
+    @abstractmethod
     def __call__(self, mask: Tensor, cu_seqlens: Tensor, *, num_tokens: float, num_sequences: float) -> Tensor:
         """The factor of each token's loss, [T] float32, 0 off the mask [T] bool; the counts are of the whole step."""
         raise NotImplementedError
@@ -217,6 +219,7 @@ class CustomLoss(LossConfig, Custom):
 
     surrogate: ClassVar[str] = "custom"
 
+    @abstractmethod
     def __call__(self, tokens: SurrogateTokens) -> Surrogate:
         """The surrogate of each token, with the gradient of tokens.logprobs."""
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -34,6 +35,7 @@ class CustomKLEstimator(Custom):
     reads_anchor: ClassVar[bool] = False
     """True if it reads the log-probs of the policy that sampled."""
 
+    @abstractmethod
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, anchor_logprobs: Tensor | None) -> Tensor:
         """The estimate of each token [T], nats, of log pi_theta [T] with gradient, log pi_ref [T] and log-probs of the
         policy that sampled [T], which are None in the reward and without `reads_anchor`; all are finite."""

@@ -9,6 +9,7 @@ criterion reads the advantage if its indicator holds A.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ _PROB_DIFF = Rule(
 class CustomCriterion(Custom):
     """A criterion of a user. Its formula is an indicator, which may hold {rho}, {train} (pi_train) and A."""
 
+    @abstractmethod
     def __call__(self, tokens: Tokens) -> Tensor:
         """[T] bool, True where the token is kept. tokens.advantages is set if the formula holds A."""
         raise NotImplementedError

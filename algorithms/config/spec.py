@@ -8,6 +8,7 @@ rho = pi_train / mu, never on the inverse; mu = pi_rollout, Delta = log pi_train
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
@@ -49,6 +50,7 @@ class CustomLevel(Custom):
     one_per_response: ClassVar[bool] = False
     """True if all tokens of a response have the same weight, which then counts once per response."""
 
+    @abstractmethod
     def __call__(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Log of the weight of each token [T], not clamped, and the tokens [T] bool that have one."""
         raise NotImplementedError
@@ -74,6 +76,7 @@ class CustomBound(Custom):
     rejects: ClassVar[bool] = False
     """True if tokens can leave the loss by it."""
 
+    @abstractmethod
     def __call__(self, rho: Tensor, log_ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """The weight [T] of rho [T], which is clamped to e^-20 and e^20, and the tokens [T] bool that stay.
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Any, TypeVar
 
-from algorithms.config import Custom
+from algorithms.config import Checked, ConfigError, Custom
+from algorithms.config.custom import PARTS
 from rollout.processes.custom_code import code_digest, custom_problem, own_files, run_file
 
 Kind = TypeVar("Kind", bound=Custom)
@@ -41,12 +43,39 @@ def load_class(choice: str, kind: type[Kind]) -> type[Kind]:
         others = [n for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)]
         has = ", ".join(n for n in others if n != kind.__name__) or "none"
         raise ValueError(f"must name a subclass of {kind.__name__} in {path}, which has {has}")
-    if "__dataclass_fields__" not in vars(found):
-        raise ValueError(f"must name a dataclass: write @dataclass(kw_only=True) above class {name} of {path}")
+    if problem := _unusable(found):
+        raise ValueError(f"{problem} (class {name} of {path})")
     found.source = choice
     found.__reduce__ = _reduced  # type: ignore[method-assign, assignment]
     _PLACES[found] = (str(path), digest)
     return found
+
+
+def _unusable(kind: type[Custom]) -> str:
+    """What a class lacks, as a rule; "" if it lacks nothing."""
+    if "__dataclass_fields__" not in vars(kind):
+        return "must name a dataclass: write @dataclass(kw_only=True) above it"
+    if lacks := [name for name in dir(kind) if getattr(getattr(kind, name, None), "__isabstractmethod__", False)]:
+        return f"must name a class with a method {lacks[0]}"
+    if bare := [spec.name for spec in fields(kind) if spec.default is MISSING and spec.default_factory is MISSING]:
+        return f"must name a class whose fields have defaults: {bare[0]} has none"
+    named = {name.split(".")[0] for _, name, _, _ in Formatter().parse(kind.formula) if name is not None}
+    if unknown := sorted(named - PARTS - {spec.name for spec in fields(kind)}):
+        return f"must name a class whose formula holds keys and {', '.join(sorted(PARTS))} alone: it holds {unknown[0]}"
+    return ""
+
+
+def finish(made: Custom) -> str:
+    """Call the `__post_init__` of a user's class, whose instance was made of values that were read -> why it failed."""
+    if type(made).__post_init__ is Checked.__post_init__:
+        return ""
+    try:
+        made.__post_init__()
+    except ConfigError:  # what `problems` yields is reported by itself
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def class_files(config: object) -> dict[str, str]:
@@ -83,4 +112,6 @@ def _restored(path: str, digest: str, name: str, source: str, values: Mapping[st
     made = object.__new__(kind)
     for key, value in values.items():
         object.__setattr__(made, key, value)
+    if problem := finish(made):
+        raise ValueError(f"{source}: __post_init__ failed: {problem}")
     return made

@@ -127,8 +127,16 @@ def load_function(function: str, *, key: str, arguments: Mapping[str, Any] | Non
 def run_file(path: Path, digest: str | None) -> ModuleType:
     """The module that the file makes; it is run once per process while its content, of this `digest`, is the same."""
     # Modules beside the file, and in the working directory, can be imported; their directories come last on the path,
-    # so that they hide no module of Parity.
-    sys.path += [place for place in (str(path.parent), str(Path.cwd())) if place not in sys.path]
+    # so that they hide no module of Parity. A module of that name beside another file of the user is not this file's.
+    others = {str(Path(other).parent) for other in own_files()} - {str(path.parent), str(Path.cwd())}
+    later = [place for place in sys.path if place in others]
+    sys.path[:] = [place for place in sys.path if place not in later and place != str(path.parent)]
+    sys.path += [place for place in (str(path.parent), str(Path.cwd())) if place not in sys.path] + later
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or "<"
+        has_own = any((path.parent / f"{name.partition('.')[0]}{end}").exists() for end in (".py", "/__init__.py"))
+        if has_own and not file.startswith((*FOREIGN, f"{path.parent}/")):
+            del sys.modules[name]
     # Under its own name, if no other module has it, processes that the function starts can import it.
     own = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
     name_of_module = path.stem if own is not None and own.origin == str(path) else f"parity_custom_{path.stem}"

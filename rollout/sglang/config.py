@@ -12,7 +12,6 @@ from algorithms.config import Problem
 from algorithms.config.home import MAY_NAME_PATHS
 from rollout.config import LOOPBACK, DType, EngineConfig, EngineUse, Quantization, SamplingConfig
 from rollout.sglang.options import MAX_REPLY_BYTES, SGLANG_REMEDY, PauseMode
-from rollout.sglang.stacked import parts_apart
 
 if TYPE_CHECKING:
     from rollout.engine import Engine, EngineSetup
@@ -207,6 +206,8 @@ class SGLangConfig(EngineConfig):
         return self.engine_args.get("context_length", EngineConfig.context_length(self, model))
 
     def adapter_rule(self, chosen: Iterable[str], *, among: Iterable[str]) -> str:
+        from rollout.sglang.stacked import parts_apart  # with numpy, which a completion needs not load
+
         apart = parts_apart(chosen, among=among)
         return f"must choose {apart} in all layers or none: SGLang holds them as one matrix" if apart else ""
 

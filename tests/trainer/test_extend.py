@@ -147,11 +147,63 @@ def test_a_file_that_was_edited_is_run_again(here: Path) -> None:
     assert config_of("loss=anchored.py:Anchored").loss.beta == 0.75  # type: ignore[attr-defined]
 
 
+def test_modules_of_one_name_beside_two_files_are_told_apart(here: Path) -> None:
+    for directory, power in (("a", 0.25), ("b", 0.5)):
+        (here / directory).mkdir()
+        (here / directory / "helpers.py").write_text(f"POWER = {power}\n")
+        text = (here / "anchored.py").read_text().replace("ruled(0.1, at_least(0))", "POWER")
+        (here / directory / "loss.py").write_text("from helpers import POWER\n" + text)
+    for _ in range(2):
+        for directory, power in (("a", 0.25), ("b", 0.5)):
+            assert config_of(f"loss={directory}/loss.py:Anchored").loss.beta == power  # type: ignore[attr-defined]
+
+
+POST = """
+from dataclasses import dataclass
+from algorithms.config import CustomEstimator
+@dataclass(kw_only=True)
+class Between(CustomEstimator):
+    low: float = 0.1
+    high: float = 0.9
+    def __post_init__(self):
+        if self.low > self.high:
+            raise ValueError("low is above high")
+        self.middle = (self.low + self.high) / 2
+    def __call__(self, step):
+        return step.rewards - self.middle
+"""
+
+
+def test_post_init_runs_where_a_config_is_read_and_in_other_processes(here: Path) -> None:
+    (here / "post.py").write_text(POST)
+    config = config_of("advantage.estimator={use: post.py:Between, low: 0.5}")
+    assert config.advantage.estimator.middle == 0.7  # type: ignore[union-attr]
+    assert pickle.loads(pickle.dumps(config)).advantage.estimator.middle == 0.7
+    [line] = messages("advantage.estimator={use: post.py:Between, low: 2}")
+    assert line.startswith("advantage.estimator ") and "low is above high" in line
+
+
 BAD = """
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 from algorithms.config import CustomLoss
 class Bare(CustomLoss):
     beta: float = 1.0
+@dataclass(kw_only=True)
+class Mute(CustomLoss):
+    beta: float = 1.0
+@dataclass(kw_only=True)
+class Asks(CustomLoss):
+    beta: float
+    def __call__(self, tokens): ...
+@dataclass(kw_only=True)
+class Odd(CustomLoss):
+    kind: Literal["a", "b"] = "a"
+    def __call__(self, tokens): ...
+@dataclass(kw_only=True)
+class Says(CustomLoss):
+    formula: ClassVar[str] = "{nosuch}"
+    def __call__(self, tokens): ...
 """
 REFUSED = {  # R: correction.reject.custom
     "R=[{use: sigma.py:TokenSigma, bond: 3}]": ("R[0].bond", "is not a key"),
@@ -166,6 +218,10 @@ REFUSED = {  # R: correction.reject.custom
     "advantage.estimator=maxrl.py:MaxRL batch.group_size=1": ("batch.group_size", "must be >= 2"),
     "advantage.estimator=maxrl": ("advantage.estimator", "or a CustomEstimator of yours"),
     "loss=bad.py:Bare": ("loss", "must name a dataclass"),
+    "loss=bad.py:Mute": ("loss", "must name a class with a method __call__ (class Mute of"),
+    "loss=bad.py:Asks": ("loss", "beta has none (class Asks of"),
+    "loss=bad.py:Odd": ("loss", "must name a class whose fields have types of a config"),
+    "loss=bad.py:Says": ("loss", "it holds nosuch"),
     "loss=broken.py:Loss": ("loss", "broken.py:2: ZeroDivisionError"),
     "loss=sigma.py:TokenSigma": ("loss", "must name a subclass of CustomLoss"),
     "loss=anchored.py:Anchored loss.clip_low=0.1": ("loss.clip_low", "is not a key of loss=anchored.py:Anchored"),

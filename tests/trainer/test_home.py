@@ -39,7 +39,7 @@ model: {{path: '{home}/model'}}
 critic: {{path: '{home}/critic'}}
 data: {{train_path: '{home}/train.jsonl', eval_path: '{home}/sets:main@test'}}
 eval: {{sets: {{more: '{home}/train.jsonl', hub: some/where@~test}}}}
-reward: {{function: '{home}/mine.py:score'}}
+reward: {{function: '{home}/mine.py:score', arguments: {{rubric: '{home}/rubric.txt'}}}}
 episode: {{function: '{home}/mine.py:turns'}}
 cluster: {{env: {{HF_HOME: '{home}/hf', OTHER: a~b}}}}
 rollout: {{engine_args: {{chat_template: '{home}/t.jinja', more: ['{home}/a', {{b: '{home}/c'}}], tp_size: 1}}}}
@@ -54,7 +54,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (directory / "model").mkdir(parents=True)
     (directory / "sets").mkdir()
     (directory / "train.jsonl").write_text('{"prompt": "2+3", "answer": "5"}\n')
-    (directory / "mine.py").write_text("def score(response, answer): return 1.0\n\n\nasync def turns(episode): ...\n")
+    (directory / "mine.py").write_text(
+        "def score(response, answer, rubric): return 1.0\n\n\nasync def turns(episode): ...\n"
+    )
     monkeypatch.setenv("HOME", str(directory))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -101,7 +103,9 @@ def test_every_key_of_a_recipe_that_names_a_path_knows_the_home_directory(
         "data.eval_path": f"{home}/sets:main@test",
         "eval.sets": {"more": f"{home}/train.jsonl", "hub": "some/where@~test"},
         "reward.function": f"{home}/mine.py:score",
+        "reward.arguments": {"rubric": f"{home}/rubric.txt"},
         "episode.function": f"{home}/mine.py:turns",
+        "episode.arguments": {},
         "cluster.env": {"HF_HOME": f"{home}/hf", "OTHER": "a~b"},
         "rollout.engine_args": {
             "chat_template": f"{home}/t.jinja", "more": [f"{home}/a", {"b": f"{home}/c"}], "tp_size": 1,
@@ -258,6 +262,7 @@ def test_every_text_of_a_field_that_a_path_may_be_in_is_marked() -> None:
         "RunConfig.dir", "RunConfig.resume_from", "HFModelConfig.path", "CriticConfig.path",
         "FileDataConfig.train_path", "FileDataConfig.eval_path", "EvalConfig.sets", "RewardConfig.function",
         "EpisodeConfig.function", "ClusterConfig.env", "SGLangConfig.engine_args", "StudyConfig.dir",
+        "RewardConfig.arguments", "EpisodeConfig.arguments",
     }  # fmt: skip
     unmarked = [
         f"{kind.__name__}.{name}"

@@ -11,12 +11,17 @@ from dataclasses import MISSING, fields, is_dataclass, make_dataclass
 from enum import Enum
 from functools import cache, reduce
 from operator import or_
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.config import Custom
 from algorithms.config.custom import USE, written
+from algorithms.config.home import from_home
+from rollout.processes.custom_class import load_class
+
+Kind = TypeVar("Kind", bound=Custom)
 
 
 def plain(config: object) -> DictConfig:
@@ -33,6 +38,20 @@ def _plain(config: Any) -> dict[str, object]:
             value = value.name
         values[spec.name] = _plain(value) if is_dataclass(value) else value
     return values
+
+
+def own_class(choice: str, base: type[Kind], *, key: str) -> type[Kind]:
+    """The class that a `path.py:Name` names. Raises ValueError, with the rule that is broken, for one that cannot be a
+    part of a config, and ConfigError for a home directory that this machine does not have."""
+    kind = load_class(from_home(choice, key=key), base)
+    kind.source = choice
+    found: type = kind
+    try:
+        OmegaConf.structured(typed(found))
+    except OmegaConfBaseException as error:
+        text = str(error).splitlines()[0]
+        raise ValueError(f"must name a class whose fields have types of a config: {text}") from error
+    return kind
 
 
 def custom_kind(hint: Any) -> type[Custom] | None:

@@ -24,12 +24,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from algorithms.config import NOT_SET, Custom, Problem
-from algorithms.config.home import from_home
+from algorithms.config import NOT_SET, Problem
 from rollout.config import EngineConfig
-from rollout.processes.custom_class import load_class
 from rollout.processes.custom_code import is_custom, similar_custom
 from trainer.compose.catalog import recipe_files, recipe_name
+from trainer.compose.choices import own_class
 from trainer.compose.home import expand_homes
 from trainer.compose.hydra_session import SCHEMA, add_option, hydra_session
 from trainer.compose.keys import field_names, nearest
@@ -262,18 +261,11 @@ def _other_option(group: str, value: object, options: Sequence[str], where: str,
     if group not in CUSTOM or not is_custom(str(value)):
         return _misspelt(group, value, options, where, found)
     try:
-        add_option(group, str(value), own_option(group, str(value)))
+        add_option(group, str(value), own_class(str(value), CUSTOM[group], key=group))
     except ValueError as error:
         found.append(Problem(key=f"{where}{group}", rule=str(error), value=value, remedy=similar_custom(str(value))))
         return f"~{group}"
     return ""
-
-
-def own_option(group: str, name: str) -> type[Custom]:
-    """The class that `group=path.py:Name` chooses. Raises ValueError if there is none."""
-    kind = load_class(from_home(name, key=group), CUSTOM[group])
-    kind.source = name
-    return kind
 
 
 def _misspelt(group: str, value: object, options: Sequence[str], where: str, found: list[Problem]) -> str:
@@ -296,7 +288,7 @@ def _chosen(defaults: Sequence[ResultDefault]) -> dict[str, type[Any]]:
         if name in GROUPS.get(group, {}):
             found[group] = GROUPS[group][name]
         elif group in CUSTOM and is_custom(name):
-            found[group] = own_option(group, name)
+            found[group] = own_class(name, CUSTOM[group], key=group)
         elif name in PRESETS.get(group, {}):
             found[group] = type(PRESETS[group][name])
     return found
@@ -334,7 +326,7 @@ def _drop_replaced(
 def _readable(group: str, name: str) -> list[type]:
     """The class of a `path.py:Name` that is replaced; none if the file cannot be read, which then does not matter."""
     try:
-        return [own_option(group, name)]
+        return [own_class(name, CUSTOM[group], key=group)]
     except ValueError:
         return []
 

@@ -18,13 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from algorithms.config import NOT_SET, Checked, ConfigError, Custom, Problem
-from algorithms.config.home import from_home
 from algorithms.config.rules import default_text
-from rollout.processes.custom_class import load_class
+from rollout.processes.custom_class import finish
 from rollout.processes.custom_code import function_problem, similar_custom
 from rollout.rewards import RULES
 from trainer.compose import keys
-from trainer.compose.choices import custom_kind, holds_list, own_choice, plain, typed
+from trainer.compose.choices import custom_kind, holds_list, own_choice, own_class, plain, typed
 from trainer.compose.home import expand_homes
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.rundir.provenance import escaped
@@ -57,6 +56,11 @@ def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig, lis
         if name not in kinds and name != HYDRA_KEY:
             for path, value in _leaves([name], _plain(root, name)):
                 found.append(keys.unknown_section(path, value, kinds))
+    for name in GROUPS:
+        section = getattr(config, name)
+        if not found and isinstance(section, Custom) and (problem := finish(section)):
+            rule = f"must be a class whose __post_init__ succeeds: {problem}"
+            found.append(Problem(key=name, rule=rule, value=section.source))
     named = {problem.key for problem in found}
     broken = [problem for problem in (*config.problems(), *_function_problems(config)) if problem.key not in named]
     return config, found, broken
@@ -168,7 +172,7 @@ def _own(value: object, base: type[Custom], path: list[str], found: list[Problem
         found.append(keys.wrong_value(key, value, base))
         return None
     try:
-        kind = load_class(from_home(choice[0], key=key), base)
+        kind = own_class(choice[0], base, key=key)
     except ConfigError as error:
         found += error.problems
         return None
@@ -178,7 +182,11 @@ def _own(value: object, base: type[Custom], path: list[str], found: list[Problem
         return None
     node = OmegaConf.merge(plain(kind), escaped(choice[1]))
     expand_homes(OmegaConf.create({key: node}), {key: kind})
-    return read_section(kind, node, path, {}, found)
+    before = len(found)
+    made = read_section(kind, node, path, {}, found)
+    if len(found) == before and (problem := finish(made)):
+        found.append(Problem(key=key, rule=f"must be a class whose __post_init__ succeeds: {problem}", value=choice[0]))
+    return made
 
 
 def _function_problems(config: TrainConfig) -> Iterator[Problem]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -69,6 +70,7 @@ class WatchConfig(GuardConfig):
     steps: int = ruled(3, at_least(1))
     """Number of consecutive bad steps after which the guard acts; a step is bad if it lies beyond a bound."""
 
+    @abstractmethod
     def readings(self, row: Row) -> list[Reading]:
         """The watched numbers in the metrics of a step."""
         raise NotImplementedError

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -132,6 +133,7 @@ class CustomSink(Custom):
         A run that goes on after `last_step` writes the later steps again.
         """
 
+    @abstractmethod
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """One row of metrics: each finite number, by its name; step 0 is the evaluation before training."""
         raise NotImplementedError

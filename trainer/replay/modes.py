@@ -27,6 +27,7 @@ from rollout.processes.custom_code import is_custom, similar_custom
 from trainer.compose.keys import nearest
 from trainer.config.train import TrainConfig
 
+OWN: type[CustomCorrection] = CustomCorrection  # type: ignore[type-abstract]
 RUN = "run"
 """Name of the correction with which the step was trained."""
 MODES: Mapping[str, CorrectionConfig] = {
@@ -80,7 +81,7 @@ def name_problems(names: Sequence[str], *, known: Sequence[str] | None = None) -
     for name in names:
         if is_custom(name):
             try:
-                load_class(name, CustomCorrection)
+                load_class(name, OWN)
             except ValueError as error:
                 problems.append(Problem(key="modes", rule=str(error), value=name, remedy=similar_custom(name)))
         elif name not in known:
@@ -100,7 +101,7 @@ def chosen_modes(
     """
     modes: list[Mode] = []
     refused: list[RefusedMode] = []
-    own = {name: load_class(name, CustomCorrection)() for name in names if is_custom(name)}
+    own = {name: load_class(name, OWN)() for name in names if is_custom(name)}
     for name, correction in {RUN: config.correction, **MODES, **PRESETS, **own}.items():
         if name != RUN and name not in names:
             continue
