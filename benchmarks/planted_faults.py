@@ -20,13 +20,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from rollout.collect.requests import make_sample
 from rollout.config import DType, Quantization
-from rollout.model.rounding import round_inputs
 from rollout.torch.decoding import Batch
 from rollout.torch.kv_cache import SLOT_ATTENTION, Step
 from rollout.torch.model import Decoder
 from rollout.types import FinishReason, GenerateRequest, Sample, SamplingParams
 from rollout.weights.packed_weights import DTYPES
-from rollout.weights.quantization import on_grid
+from rollout.weights.quantization import on_grid, round_inputs
 from trainer.batch.packing import micro_batch
 from trainer.batch.train_batch import MicroBatch
 from trainer.policy.model import PACKED_ATTENTION

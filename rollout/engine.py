@@ -33,7 +33,21 @@ ABORT_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSetup:
+class EngineNeeds:
+    """What a run needs of an engine that it starts, besides the user's settings."""
+
+    sleeps: bool = False
+    """True if the engine must be able to free its GPU's memory."""
+    cache_tokens: int | None = None
+    """Tokens that the engine must be able to hold, because the one before it could; None leaves it to the engine."""
+    adapter: AdapterSpec | None = None
+    """The adapter that the engine gets beside the weights; None if it gets all weights."""
+    num_requests: int = 0
+    """Requests that the engine gets for a step, if all engines get as many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSetup(EngineNeeds):
     """Settings with which a worker starts its engine."""
 
     config: EngineConfig
@@ -51,14 +65,6 @@ class EngineSetup:
     gpus: tuple[str, ...] = ()
     """GPUs of the engine, as CUDA names them on this machine; Ray shows the worker only the first of those that are
     shared with ranks. Empty on a CPU."""
-    sleeps: bool = False
-    """True if the engine must be able to free its GPU's memory."""
-    cache_tokens: int | None = None
-    """Tokens that the engine must be able to hold, because the one before it could; None leaves it to the engine."""
-    adapter: AdapterSpec | None = None
-    """The adapter that the engine gets beside the weights; None if it gets all weights."""
-    num_requests: int = 0
-    """Requests that the engine gets for a step, if all engines get as many."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from gpu_check.host import NEEDS_CUDA, Host, gib
 from gpu_check.models import QWEN_05B, TINY, hf_config
 from gpu_check.rows import NotRunError, Row, judged, not_run, noted
-from rollout.engine import EngineError, WeightSyncError
+from rollout.engine import EngineError, EngineNeeds, WeightSyncError
 from rollout.sglang.config import SGLangConfig
 from rollout.sglang.engine import SGLangEngine
-from rollout.sglang.installation import ServerNeeds
 from rollout.types import GenerateRequest, PackedWeights, SamplingParams
 from rollout.weights.packed_weights import TensorShape
 from rollout.weights.shared_weights import WeightPublisher, WeightReader
@@ -65,7 +64,7 @@ def started(
         device=host.device.type,
         log_dir=host.out / "logs",
         num_threads=None if host.is_cuda else host.threads,
-        needs=ServerNeeds(sleeps=sleeps),
+        needs=EngineNeeds(sleeps=sleeps),
     )
     try:
         info = engine.start(path)

@@ -216,7 +216,6 @@ class SGLangConfig(EngineConfig):
 
     def build(self, setup: EngineSetup) -> Engine:
         from rollout.sglang.engine import SGLangEngine
-        from rollout.sglang.installation import ServerNeeds
 
         return SGLangEngine(
             self,
@@ -225,12 +224,7 @@ class SGLangConfig(EngineConfig):
             device=setup.device,
             log_dir=setup.log_dir,
             num_threads=setup.num_threads,
-            needs=ServerNeeds(
-                sleeps=setup.sleeps,
-                cache_tokens=setup.cache_tokens,
-                adapter=setup.adapter,
-                num_requests=setup.num_requests,
-            ),
+            needs=setup,
         )
 
 

@@ -21,6 +21,7 @@ from rollout.engine import (
     Engine,
     EngineError,
     EngineInfo,
+    EngineNeeds,
     LayoutError,
     WeightReport,
     WeightSyncError,
@@ -33,7 +34,7 @@ from rollout.engine import (
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.external import ExternalServer
 from rollout.sglang.fusing import plan_fusion
-from rollout.sglang.installation import ServerNeeds, check_installation, server_args, server_environment
+from rollout.sglang.installation import check_installation, server_args, server_environment
 from rollout.sglang.loader import LOADER
 from rollout.sglang.options import PauseMode
 from rollout.sglang.quantized import engine_quantization, sent_names
@@ -74,7 +75,7 @@ class SGLangEngine(Engine):
         device: str,
         log_dir: Path,
         num_threads: int | None,
-        needs: ServerNeeds | None = None,
+        needs: EngineNeeds | None = None,
     ) -> None:
         """`num_threads` bounds the compute threads of the server; None leaves the number to the server."""
         if device not in ("cpu", "cuda"):
@@ -86,7 +87,7 @@ class SGLangEngine(Engine):
         self._device = device
         self._log_dir = log_dir
         self._num_threads = num_threads
-        self._needs = needs or ServerNeeds()
+        self._needs = needs or EngineNeeds()
         self._server: SGLangServer | ExternalServer | None = None
         self._requests: RequestStream | None = None
         self._weights: WeightUpdate

@@ -8,12 +8,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import Quantization
-from rollout.engine import EngineError
+from rollout.engine import EngineError, EngineNeeds
 from rollout.processes.gpu_host import listed
 from rollout.sglang.adapter_server import ACTIVE, NUM_SLOTS
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, EXACT_ATTENTION_BACKEND, EXACT_VARIABLE, PLATFORM_NAME
@@ -64,20 +63,6 @@ MAX_GRAPH_WIDTH = 1024
 """The widest decode graph that Parity asks for; it takes about 1 GiB."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerNeeds:
-    """What a run needs of a server that it starts, besides the user's settings."""
-
-    sleeps: bool = False
-    """The server must allocate memory of its GPU so that it can release it."""
-    cache_tokens: int | None = None
-    """Tokens that an earlier server in this place could hold."""
-    adapter: AdapterSpec | None = None
-    """The server gets the frozen weights once, and this adapter at every sync."""
-    num_requests: int = 0
-    """Requests that the server gets for a step."""
-
-
 def check_release(version: str) -> None:
     """Raise EngineError if this release of SGLang must not be used."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
@@ -114,7 +99,7 @@ def server_environment(
     *,
     device: str,
     num_threads: int | None,
-    needs: ServerNeeds,
+    needs: EngineNeeds,
     quantization: Quantization = Quantization.none,
 ) -> dict[str, str]:
     """Environment variables of the server, in addition to this process's environment."""
@@ -143,7 +128,7 @@ def server_environment(
     return environment
 
 
-def _gpu_variables(config: SGLangConfig, needs: ServerNeeds, quantization: Quantization) -> dict[str, str]:
+def _gpu_variables(config: SGLangConfig, needs: EngineNeeds, quantization: Quantization) -> dict[str, str]:
     """SGLang's own variables of a server on a GPU. Not yet run on a GPU."""
     variables: dict[str, str] = {}
     defaults: dict[str, str] = {}
@@ -165,7 +150,7 @@ def _gpu_variables(config: SGLangConfig, needs: ServerNeeds, quantization: Quant
     return variables | {name: value for name, value in defaults.items() if name not in os.environ}
 
 
-def shared_gpu_args(config: SGLangConfig, needs: ServerNeeds) -> dict[str, Any]:
+def shared_gpu_args(config: SGLangConfig, needs: EngineNeeds) -> dict[str, Any]:
     """ServerArgs for the memory of a server that shares its GPU with a rank, or sleeps. Not yet run on a GPU.
 
     SGLang's share is one of the memory that is free when it starts. A server that sleeps is alone on the GPU while it
@@ -203,7 +188,7 @@ def server_args(
     *,
     device: str,
     random_seed: int,
-    needs: ServerNeeds,
+    needs: EngineNeeds,
     quantization: Quantization = Quantization.none,
 ) -> dict[str, Any]:
     """SGLang's ServerArgs by name, without host, port and keys; `quantization` is the format of its weights.

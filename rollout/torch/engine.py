@@ -20,7 +20,6 @@ from rollout.exact.gpu import use_batch_invariant_kernels
 from rollout.exact.layers import make_exact
 from rollout.model.limits import altered_logits
 from rollout.model.onednn_linear import use_fast_products
-from rollout.model.rounding import round_inputs
 from rollout.processes.recorder import Recorder
 from rollout.torch.decode_loop import DecodeLoop
 from rollout.torch.kv_cache import SLOT_ATTENTION
@@ -36,6 +35,7 @@ from rollout.weights.packed_weights import (
     tensor_digest,
     unpack,
 )
+from rollout.weights.quantization import round_inputs
 
 if TYPE_CHECKING:
     from rollout.torch.config import TorchEngineConfig

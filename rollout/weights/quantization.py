@@ -9,6 +9,9 @@ A scale holds 16 bits of mantissa, rounded up: every product value * scale is ex
 that already lies on the grid gives the same values and scales again, and dequantising rounds nothing. A later change of
 type (rollout.dtype=bfloat16) rounds once more; the reported error includes that rounding.
 
+Engines round the inputs of int8 and fp8 projections too: SGLang scales every token anew ("dynamic"), so there is no
+calibration. `round_inputs` computes the same as those layers, to float rounding. int4 is a format of weights only.
+
 O: output features, I: input features of a projection [O, I].
 """
 
@@ -17,14 +20,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rollout.config import EngineConfig, Quantization
 from rollout.types import QuantizationReport, SharedWeights
+from rollout.weights.adapter import BASE_LAYER
 from rollout.weights.packed_weights import DTYPES, TensorShape, Watcher
 from rollout.weights.shared_weights import WeightPublisher
 
@@ -33,6 +37,10 @@ PROJECTION = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
 IN_LAYER = re.compile(r"\.layers\.\d+\.")
 SCALE_BITS_DROPPED = 8
 """Number of low bits that a scale drops from the 24 bits of a float32 mantissa."""
+FP8_GROUP = 128
+"""Neighbouring features of a token that share one fp8 scale."""
+SMALLEST_INPUT = 1e-10
+"""Largest magnitude of the input below which SGLang's kernels do not scale."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -234,3 +242,42 @@ def _short(scales: Tensor) -> Tensor:
     mask = (1 << SCALE_BITS_DROPPED) - 1
     bits = scales.contiguous().view(torch.int32)
     return ((bits + mask) & ~mask).view(torch.float32)
+
+
+def per_token_int8(states: Tensor) -> Tensor:
+    """Round to multiples of max|x| / 127 of the token."""
+    scale = states.float().abs().amax(dim=-1, keepdim=True).clamp_min_(SMALLEST_INPUT).div_(127)
+    return (states / scale).round_().mul_(scale).to(states.dtype)
+
+
+def per_group_fp8(states: Tensor) -> Tensor:
+    """Round to e4m3 numbers times max|x| / 448 of the group of 128 features; the last group may be shorter."""
+    rounded = [_fp8(group) for group in states.float().split(FP8_GROUP, dim=-1)]
+    return torch.cat(rounded, dim=-1).to(states.dtype)
+
+
+INPUT_ROUNDINGS = {Quantization.int8: per_token_int8, Quantization.fp8: per_group_fp8}
+"""Format that rounds activations too -> how."""
+
+
+def round_inputs(model: nn.Module, quantization: Quantization) -> None:
+    """Round the inputs of the model's projections, the modules named *_proj, from now on, if the format rounds them.
+
+    An adapter beside a projection gets the inputs as they are, as in SGLang.
+    """
+    rounding = INPUT_ROUNDINGS.get(quantization)
+    if rounding is None:
+        return
+
+    def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (rounding(inputs[0]), *inputs[1:])
+
+    for name, module in model.named_modules():
+        if name.removesuffix(BASE_LAYER).endswith("_proj") and not hasattr(module, "base_layer"):
+            module.register_forward_pre_hook(before)
+
+
+def _fp8(group: Tensor) -> Tensor:
+    scale = group.abs().amax(dim=-1, keepdim=True).clamp_min_(SMALLEST_INPUT).div_(448)
+    # A step above 448 would round to NaN, because e4m3 has no infinity.
+    return (group / scale).clamp_(-448, 448).to(torch.float8_e4m3fn).float().mul_(scale)

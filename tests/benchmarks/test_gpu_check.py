@@ -25,8 +25,9 @@ from gpu_check.models import QWEN_32B, TINY, sparse_model
 from gpu_check.rows import NotRunError, Row, Verdict, append, judged, noted, read, summary, table
 from torch.distributed.fsdp import FSDPModule
 
+from rollout.engine import EngineNeeds
 from rollout.sglang.config import SGLangConfig
-from rollout.sglang.installation import ServerNeeds, server_environment
+from rollout.sglang.installation import server_environment
 from trainer.compose.compose import resolve
 from trainer.limits.model_shape import directory_shape
 from trainer.policy import worker
@@ -264,5 +265,5 @@ def test_caches_are_cold_when_check_20_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert of_sglang | third_party_cache_defaults().keys() <= set(full_engine.CACHE_VARIABLES)
     for name in full_engine.CACHE_VARIABLES:
         monkeypatch.setenv(name, "/of/the/check")
-    given = server_environment(SGLangConfig(), device="cuda", num_threads=None, needs=ServerNeeds())
+    given = server_environment(SGLangConfig(), device="cuda", num_threads=None, needs=EngineNeeds())
     assert {given.get(name, "/of/the/check") for name in full_engine.CACHE_VARIABLES} == {"/of/the/check"}

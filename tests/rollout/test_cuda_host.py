@@ -17,12 +17,13 @@ from typing import NamedTuple
 import pytest
 
 from rollout.config import Quantization
+from rollout.engine import EngineNeeds
 from rollout.processes import gpu_host
 from rollout.processes.gpu_host import rank_lacks
 from rollout.sglang import cuda_host
 from rollout.sglang.config import SGLangConfig
 from rollout.sglang.cuda_host import cuda_environment, engine_lacks, find_toolkit
-from rollout.sglang.installation import ServerNeeds, server_environment
+from rollout.sglang.installation import server_environment
 
 TOOLS = ("gcc", "g++", "c++", "as", "ld")
 NVCC = """#!/bin/sh
@@ -251,7 +252,7 @@ def test_settings_of_a_server_that_the_environment_may_overrule(host: Host, monk
 
     def told(name: str, *, sleeps: bool = True, tp_size: int = 2, format: str = "none") -> str | None:
         config = SGLangConfig(gpus_per_engine=tp_size, engine_args={"tp_size": tp_size})
-        needs, quantization = ServerNeeds(sleeps=sleeps), Quantization[format]
+        needs, quantization = EngineNeeds(sleeps=sleeps), Quantization[format]
         variables = server_environment(config, device="cuda", num_threads=None, needs=needs, quantization=quantization)
         return variables.get(name)
 

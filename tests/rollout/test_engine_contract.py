@@ -163,9 +163,10 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(case: Case, temp
     assert largest_gap(requests, generations, case.model, temperature=0.7, shift=1) > 0.1
 
 
-def test_truncated_sampling_returns_the_tokens_that_it_kept(case: Case) -> None:
+@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}], ids=" ".join)
+def test_truncated_sampling_returns_the_tokens_that_it_kept(case: Case, cut: dict[str, float]) -> None:
     requests = make_requests(PROMPTS, num_samples=2, max_new_tokens=8)
-    limits = {"top_k": 5, "top_p": 0.8, "min_p": 0.01}
+    limits = {"top_k": 60, "top_p": 1.0, "min_p": 0.0} | cut
     for request in requests:
         request.sampling = replace(request.sampling, **limits, with_supports=True)
     params = {name: torch.tensor([value]) for name, value in limits.items()}
@@ -182,6 +183,7 @@ def test_truncated_sampling_returns_the_tokens_that_it_kept(case: Case) -> None:
             assert logprob == pytest.approx(float((probs[token] / probs[kept].sum()).log()), abs=1e-4)
             begun += int(size)
             context.append(token)
+        assert begun < 30 * len(generation.token_ids), "hardly anything was cut"
 
 
 def test_requests_that_cannot_be_served_are_refused_and_none_of_their_call_is_queued(case: Case) -> None:
@@ -205,8 +207,10 @@ def test_an_aborted_response_has_its_tokens_so_far_and_goes_on_as_if_it_had_not_
     case.engine.submit([900], [requests[0]])
     case.engine.abort([900])
     case.engine.abort([900, 12345])
+    got = poll_all(case.engine, 1)
+    assert got.keys() == {900}, "others were aborted with it"
     case.engine.abort(None)
-    got = poll_all(case.engine, len(requests) + 1)
+    poll_all(case.engine, len(requests) + 1, into=got)
     partial = {ticket: g for ticket, g in got.items() if g.finish_reason is FinishReason.abort and g.token_ids}
     assert len(partial) >= 3, "the requests ended before they were aborted"
     assert all(len(g.logprobs or []) == len(g.token_ids) == len(g.token_versions) for g in got.values())

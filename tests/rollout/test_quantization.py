@@ -13,7 +13,6 @@ from tiny_model import write_tiny_model
 from algorithms.config import ConfigError
 from rollout.config import DType, EngineConfig, Quantization
 from rollout.engine import WeightSyncError
-from rollout.model.rounding import per_group_fp8, per_token_int8, round_inputs
 from rollout.sglang.config import SGLangConfig
 from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
@@ -24,8 +23,11 @@ from rollout.weights.quantization import (
     check_projections,
     dequantize,
     is_projection,
+    per_group_fp8,
+    per_token_int8,
     quantize,
     relative_error,
+    round_inputs,
     stored_shapes,
     weight_publisher,
 )

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.engine import EngineNeeds
 from rollout.sglang.config import SGLangConfig
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.cpu.torchvision import make_torchvision_importable
-from rollout.sglang.installation import ServerNeeds, server_args
+from rollout.sglang.installation import server_args
 
 pytestmark = pytest.mark.sglang
 
@@ -223,7 +224,7 @@ def test_blocks_pad_little(make_driver: Any) -> None:
 def test_it_is_the_default_on_a_cpu_and_an_option_of_the_engine_overrides_it() -> None:
     def chosen(engine_args: dict[str, Any], device: str) -> object:
         config = SGLangConfig(engine_args=engine_args)
-        found = server_args(config, Path("model"), device=device, random_seed=0, needs=ServerNeeds())
+        found = server_args(config, Path("model"), device=device, random_seed=0, needs=EngineNeeds())
         return found.get("attention_backend")
 
     assert chosen({}, "cpu") == ATTENTION_BACKEND

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from rollout.engine import EngineError, EngineSetup
+from rollout.engine import EngineError, EngineNeeds, EngineSetup
 from rollout.processes.gpu_host import Lack, torch_lacks
 from rollout.sglang import installation
 from rollout.sglang.config import SGLangConfig
 from rollout.sglang.cpu.platform import EXACT_VARIABLE
 from rollout.sglang.cuda_host import package_lacks
 from rollout.sglang.engine import SGLangEngine
-from rollout.sglang.installation import ServerNeeds, check_installation, server_args, server_environment
+from rollout.sglang.installation import check_installation, server_args, server_environment
 
 MODULES = ("sgl_kernel", "flashinfer", "torch_memory_saver")
 
@@ -127,12 +127,12 @@ def test_a_server_with_exact_arithmetic_gets_it_on_every_device(tmp_path: Path) 
     """Whatever engine_args say of the rest; on a GPU its processes are told to register it."""
     config = SGLangConfig(exact=True, engine_args={"sampling_backend": "flashinfer", "max_total_tokens": 100})
     for device in ("cpu", "cuda"):
-        arguments = server_args(config, tmp_path, device=device, random_seed=0, needs=ServerNeeds())
+        arguments = server_args(config, tmp_path, device=device, random_seed=0, needs=EngineNeeds())
         assert (arguments["attention_backend"], arguments["sampling_backend"]) == ("parity_exact", "pytorch")
         assert arguments["disable_cuda_graph"] is True and arguments["max_total_tokens"] == 100
-        environment = server_environment(config, device=device, num_threads=None, needs=ServerNeeds())
+        environment = server_environment(config, device=device, num_threads=None, needs=EngineNeeds())
         assert (environment.get(EXACT_VARIABLE) == "1") is (device == "cuda")
-    usual = server_environment(SGLangConfig(), device="cuda", num_threads=None, needs=ServerNeeds())
+    usual = server_environment(SGLangConfig(), device="cuda", num_threads=None, needs=EngineNeeds())
     assert EXACT_VARIABLE not in usual
 
 

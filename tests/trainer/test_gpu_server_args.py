@@ -13,8 +13,9 @@ import pytest
 from compose_cases import config_of
 from transformers import AutoConfig
 
+from rollout.engine import EngineNeeds
 from rollout.sglang.config import SGLangConfig
-from rollout.sglang.installation import ServerNeeds, server_args
+from rollout.sglang.installation import server_args
 from rollout.sglang.quantized import engine_quantization
 from trainer.compose.catalog import recipe_files
 from trainer.config.paths import recipe_dir
@@ -72,7 +73,7 @@ def test_sglang_resolves_the_arguments_of_every_gpu_recipe(tmp_path: Path) -> No
     arguments = [
         server_args(
             rollout, models[model], device="cuda", random_seed=7,
-            needs=ServerNeeds(sleeps=sleeps, num_requests=REQUESTS),
+            needs=EngineNeeds(sleeps=sleeps, num_requests=REQUESTS),
             quantization=engine_quantization(rollout),
         )
         for model, rollout, sleeps in engines.values()

@@ -15,8 +15,9 @@ from policy_cases import lone_worker, make_config, save_policy
 
 from algorithms.config import ConfigError
 from rollout.config import DType
+from rollout.engine import EngineNeeds
 from rollout.sglang.config import ENGINE_BYTES, GRAPH_BYTES, SGLangConfig
-from rollout.sglang.installation import ServerNeeds, server_args, server_environment, shared_gpu_args
+from rollout.sglang.installation import server_args, server_environment, shared_gpu_args
 from rollout.task_config import ArithmeticDataConfig
 from rollout.torch.config import TorchEngineConfig
 from trainer.batch.packing import micro_batch
@@ -240,16 +241,16 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(tmp_path: Path,
 def test_a_server_on_a_shared_gpu_is_started_to_give_memory_back(tmp_path: Path) -> None:
     def arguments(*, device: str = "cuda", sleeps: bool = True, part: float = 0.4, **args: object) -> dict[str, object]:
         config = SGLangConfig(gpus_per_engine=part, engine_args=dict(args))
-        found = server_args(config, tmp_path, device=device, random_seed=0, needs=ServerNeeds(sleeps=sleeps))
+        found = server_args(config, tmp_path, device=device, random_seed=0, needs=EngineNeeds(sleeps=sleeps))
         return {name: found[name] for name in names if name in found}
 
     names = ("enable_memory_saver", "mem_fraction_static", "cuda_graph_backend_prefill", "max_total_tokens")
     alone = {"mem_fraction_static": 0.8, "enable_memory_saver": True, "cuda_graph_backend_prefill": "disabled"}
     assert arguments() == alone
     assert arguments(sleeps=False) == {"mem_fraction_static": 0.4}
-    assert shared_gpu_args(SGLangConfig(gpus_per_engine=0.4), ServerNeeds(sleeps=True, cache_tokens=7)) == alone
+    assert shared_gpu_args(SGLangConfig(gpus_per_engine=0.4), EngineNeeds(sleeps=True, cache_tokens=7)) == alone
     again = {"mem_fraction_static": 0.95, "max_total_tokens": 7}
-    assert shared_gpu_args(SGLangConfig(gpus_per_engine=0.4), ServerNeeds(cache_tokens=7)) == again
+    assert shared_gpu_args(SGLangConfig(gpus_per_engine=0.4), EngineNeeds(cache_tokens=7)) == again
     assert arguments(mem_fraction_static=0.7)["mem_fraction_static"] == 0.7
     assert arguments(part=1.0, sleeps=False) == {}
     assert arguments(part=1.0, sleeps=True) == alone
@@ -260,12 +261,12 @@ def test_a_server_on_a_shared_gpu_is_started_to_give_memory_back(tmp_path: Path)
     variable = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
     for device, sleeps in (("cuda", True), ("cuda", False), ("cpu", True)):
         environment = server_environment(
-            SGLangConfig(), device=device, num_threads=None, needs=ServerNeeds(sleeps=sleeps)
+            SGLangConfig(), device=device, num_threads=None, needs=EngineNeeds(sleeps=sleeps)
         )
         assert (environment.get(variable) == "true") == (device == "cuda" and sleeps)
     for part, value in ((1.0, "false"), (2.0, None)):
         config = SGLangConfig(gpus_per_engine=part, engine_args={"tp_size": 2})
-        environment = server_environment(config, device="cuda", num_threads=None, needs=ServerNeeds())
+        environment = server_environment(config, device="cuda", num_threads=None, needs=EngineNeeds())
         assert environment.get("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK") == value
 
 
@@ -274,7 +275,7 @@ def test_sglang_knows_the_arguments_of_a_shared_gpu() -> None:
     from sglang.srt.server_args import ServerArgs
 
     for sleeps, tokens in ((True, None), (False, 7)):
-        arguments = shared_gpu_args(SGLangConfig(gpus_per_engine=0.4), ServerNeeds(sleeps=sleeps, cache_tokens=tokens))
+        arguments = shared_gpu_args(SGLangConfig(gpus_per_engine=0.4), EngineNeeds(sleeps=sleeps, cache_tokens=tokens))
         assert arguments.keys() <= signature(ServerArgs).parameters.keys()
 
 

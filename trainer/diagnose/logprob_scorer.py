@@ -19,9 +19,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rollout.config import DType, Quantization
-from rollout.model.rounding import round_inputs
 from rollout.weights.packed_weights import DTYPES
-from rollout.weights.quantization import on_grid
+from rollout.weights.quantization import on_grid, round_inputs
 from trainer.diagnose.evidence import Evidence
 from trainer.diagnose.scoring import Body, EditKind, Prompt, Scoring, TensorEdit
 from trainer.policy.model import load_causal_lm

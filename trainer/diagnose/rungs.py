@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from rollout.config import DType, Quantization
-from rollout.model.rounding import INPUT_ROUNDINGS
+from rollout.weights.quantization import INPUT_ROUNDINGS
 from trainer.diagnose.alignment import GAP, aligned
 from trainer.diagnose.case import Candidate, Case, misfit
 from trainer.diagnose.scoring import Prompt, Scoring
