@@ -137,7 +137,7 @@ class EngineConfig(Checked):
 
 @dataclass(kw_only=True, slots=True)
 class CustomEngine(EngineConfig, Custom):
-    """An engine of a user: `build` makes it. tests/rollout/toy_engine.py is one, docs/rollouts.md has its contract."""
+    """An engine of a user: `build` makes it. tests/rollout/toy_engine.py is one, docs/extend.md has the contract."""
 
     kind: ClassVar[str] = "custom"
 
