@@ -81,20 +81,18 @@ def finish(made: Custom) -> str:
 def class_files(config: object) -> dict[str, str]:
     """Path of the file of each choice of the user's own in `config` -> digest of the file when it was run; and of each
     module beside such a file that this process has imported -> digest of now."""
-    files = {path: digest for kind in _kinds(config) if kind in _PLACES for path, digest in [_PLACES[kind]]}
+    files = dict(_PLACES[type(choice)] for choice in own_choices(config))
     beside = tuple(f"{Path(path).parent}/" for path in files)
     return {path: digest for path, digest in own_files().items() if files and path.startswith(beside)} | files
 
 
-def _kinds(config: object) -> Iterator[type]:
-    """The classes of a config, of its sections and of their choices."""
-    if isinstance(config, list):
-        parts = config
-    else:
-        parts = [getattr(config, spec.name) for spec in fields(config)] if is_dataclass(config) else []
-        yield type(config)
-    for part in parts:
-        yield from _kinds(part)
+def own_choices(config: object) -> Iterator[Custom]:
+    """The choices of the user's own in a config, in its order."""
+    if isinstance(config, Custom):
+        yield config
+    parts = [getattr(config, spec.name) for spec in fields(config)] if is_dataclass(config) else []
+    for part in config if isinstance(config, list) else parts:
+        yield from own_choices(part)
 
 
 def _reduced(self: Custom) -> tuple[Any, ...]:

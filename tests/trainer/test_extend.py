@@ -17,10 +17,10 @@ from compose_cases import config_of, messages, own_recipe
 from extend_page import MOST_LINES, commands, files, write_files
 
 from algorithms.config import CorrectionSpec
-from algorithms.config.custom import Custom
 from algorithms.objective import objective
 from rollout.config import DynamicCollectConfig
-from rollout.processes.custom_class import class_files
+from rollout.group.actor_calls import own_line
+from rollout.processes.custom_class import class_files, own_choices
 from rollout.processes.custom_code import code_digest
 from trainer.compose.compose import resolve
 from trainer.config.outputs import CustomSink
@@ -49,17 +49,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def choices(config: object) -> list[Custom]:
-    """The user's choices in a config, in its order."""
-    found = [config] if isinstance(config, Custom) else []
-    parts = (
-        config
-        if isinstance(config, list)
-        else [getattr(config, name) for name in getattr(config, "__dataclass_fields__", ())]
-    )
-    return found + [choice for part in parts for choice in choices(part)]
-
-
 @pytest.mark.parametrize("name", files())
 def test_a_file_of_the_page_is_short(name: str) -> None:
     assert len(files()[name].splitlines()) <= MOST_LINES
@@ -68,8 +57,8 @@ def test_a_file_of_the_page_is_short(name: str) -> None:
 @pytest.mark.parametrize("words", commands(), ids=lambda words: words[-1])
 def test_a_command_of_the_page_makes_the_choice_that_it_names(words: list[str], here: Path) -> None:
     config = config_of(*words[1:], name=words[0])
-    assert choices(config)
-    assert all(f"{choice.source}" in " ".join(words) for choice in choices(config))
+    assert list(own_choices(config))
+    assert all(choice.source in " ".join(words) for choice in own_choices(config))
 
 
 def test_the_test_of_the_page_passes(here: Path) -> None:
@@ -79,7 +68,7 @@ def test_the_test_of_the_page_passes(here: Path) -> None:
 
 def test_keys_have_the_values_of_the_words_and_defaults_of_the_class(here: Path) -> None:
     config = config_of(*ALL)
-    by_name = {choice.name: choice for choice in choices(config)}
+    by_name = {choice.name: choice for choice in own_choices(config)}
     shown = {
         name: {
             key: getattr(choice, key) for key in ("bound", "scale", "beta", "width", "least") if hasattr(choice, key)
@@ -103,7 +92,7 @@ def test_config_yaml_and_a_recipe_give_the_same_config(here: Path) -> None:
     found = resolve(again, ["run.dir=x"], own_dir=None, multirun=False)
     assert not found.problems and found.runs[0].config is not None
     assert not changed_keys(flat_config(config), found.runs[0].config)
-    assert choices(found.runs[0].config) == choices(config)
+    assert list(own_choices(found.runs[0].config)) == list(own_choices(config))
     named = own_recipe(
         here, "defaults: [/arithmetic_grpo, override /loss: anchored.py:Anchored, _self_]\nloss: {beta: 0.25}\n"
     )
@@ -304,3 +293,11 @@ def test_a_sink_that_hangs_holds_up_neither_a_step_nor_the_end(tmp_path: Path, m
     assert thread.close("failed") >= 4
     assert time.monotonic() - begun < 5.0
     sink.free.set()
+
+
+def test_a_failure_of_a_worker_names_the_line_of_the_user() -> None:
+    package = f'File "{subprocess.__file__}", line 9, in run\n'
+    assert own_line(f'{package}File "/home/me/mine.py", line 3, in f\nFile "/home/me/mine.py", line 5\n{package}') == (
+        " (/home/me/mine.py:5)"
+    )
+    assert own_line(package) == ""

@@ -6,11 +6,13 @@ The plan depends on the configuration and this machine only: no torch, no Ray, n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from algorithms.config.rules import as_yaml
 from algorithms.objective import objective, reference_term
 from rollout.config import Quantization
+from rollout.processes.custom_class import own_choices
 from trainer.cli.job import resume_command
 from trainer.cli.tables import labelled
 from trainer.compose.compose import Resolution
@@ -60,6 +62,9 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     for line in _batch(config):
         yield "batch", line
     yield "objective", objective(config.correction, config.loss) + reference_term(config.reference)
+    for choice in own_choices(config):
+        keys = ", ".join(f"{spec.name}={as_yaml(getattr(choice, spec.name))}" for spec in fields(choice))
+        yield "yours", f"{choice.source}{f' with {keys}' if keys else ''}"
     for note in config.notes():
         yield "note", note
     if config.has_critic:
