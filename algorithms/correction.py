@@ -68,10 +68,12 @@ def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
         level, bound = spec.weight.level, spec.weight.bound
         log_ratio, has_weight = level(tokens) if isinstance(level, CustomLevel) else LEVELS[level](tokens)
         if isinstance(level, CustomLevel):
-            log_ratio, has_weight = level.fitting(log_ratio, tokens.delta), level.fitting(has_weight, tokens.delta)
+            has_weight = level.fitting(has_weight, tokens.delta)
+            log_ratio = torch.where(has_weight, level.fitting(log_ratio, tokens.delta), 0.0)
+            level.fitting(log_ratio, tokens.delta, finite=True)
         rho = bounded_exp(torch.where(has_weight, log_ratio, 0.0))
         if isinstance(bound, CustomBound):
-            weight, inside = (bound.fitting(each, rho) for each in bound(rho, log_ratio, tokens))
+            weight, inside = (bound.fitting(each, rho, finite=True) for each in bound(rho, log_ratio, tokens))
         else:
             weight, inside = BOUNDS[bound](rho, log_ratio, spec.weight)
         keep = keep & has_weight & inside

@@ -14,6 +14,7 @@ import glob
 import json
 import math
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ import numpy as np
 from algorithms.config import Problem
 from rollout.data.word_problems import NAME as WORD_PROBLEMS
 from rollout.data.word_problems import word_problems
+from rollout.processes.custom_code import own_line
 from rollout.similar_file import PACKED
 from rollout.task_config import HUB_SOURCE, SUFFIXES, CustomData, FileDataConfig, is_pattern, is_saved, matching_files
 
@@ -145,7 +147,8 @@ def rows_of(config: FileDataConfig, source: str) -> Iterator[RawRow]:
                 raise TypeError(f"row {number} is no mapping of columns to values, but {type(row).__name__}")
             yield RawRow(number, dict(row))
     except Exception as error:
-        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+        line = own_line(traceback.format_exc())
+        raise ValueError(f"{where}: {type(error).__name__}: {error}{line}") from error
 
 
 def on_hub(config: FileDataConfig, sources: Iterable[str]) -> list[str]:

@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.engine import EngineError
-from rollout.processes.custom_code import FOREIGN
+from rollout.processes.custom_code import own_line
 from rollout.processes.process_marks import ProcessMark, kill_processes
 from rollout.types import SharedWeights
 from rollout.weights.shared_weights import copy_of
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 15.0
 """Seconds that a group waits beyond the worker's deadline, so that the worker's own, better error arrives first."""
-_TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _USED_MEMORY = re.compile(r"was (?P<used>\S+) used / (?P<limit>\S+) limit")
 _ENDED_FOR_MEMORY = re.compile(r"pid=(?P<pid>\d+), actual memory used=(?P<held>[^\s,]+)")
 """Parts of Ray's message about processes that it ended because a machine was short of memory."""
@@ -86,12 +85,6 @@ def gather(
                 kind = type(error).__name__
                 raise WorkerError(f"phase {phase}: {names[position]} could not answer: {kind}: {error}") from error
     return results
-
-
-def own_line(trace: str) -> str:
-    """The last line of a traceback that is in a file of the user's own, as an addition to a message; "" for none."""
-    lines = [found for found in _TRACE_LINE.findall(trace) if not found[0].startswith(FOREIGN)]
-    return f" ({lines[-1][0]}:{lines[-1][1]})" if lines else ""
 
 
 def cause_of_death(message: str, *, memory_note: str = "") -> str:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from algorithms.config import Checked, ConfigError, Custom
 from algorithms.config.custom import PARTS
-from rollout.processes.custom_code import code_digest, custom_problem, own_files, run_file
+from rollout.processes.custom_code import code_digest, custom_problem, own_files, own_line, run_file
 
 Kind = TypeVar("Kind", bound=Custom)
 _PLACES: dict[type[Custom], tuple[str, str]] = {}
@@ -34,10 +34,9 @@ def load_class(choice: str, kind: type[Kind]) -> type[Kind]:
     digest = code_digest(str(path)) or ""
     try:
         module = run_file(path, digest)
-    except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        where = f"{path}:{lines[-1]}" if lines else path
-        raise ValueError(f"must name a file that Python can run; {where}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        line = own_line(traceback.format_exc()) or f" ({path})"
+        raise ValueError(f"must name a file that Python can run: {type(error).__name__}: {error}{line}") from error
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, kind) and found is not kind):
         others = [n for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)]

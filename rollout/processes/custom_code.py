@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import re
 import sys
 import sysconfig
 from collections.abc import Collection, Mapping
@@ -25,6 +26,7 @@ FOREIGN = (
     *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
 )
 """Beginnings of the files whose code is not the user's own: Parity, Python, packages."""
+_TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def is_custom(function: str) -> bool:
@@ -45,6 +47,12 @@ def own_files() -> dict[str, str]:
     paths = {getattr(module, "__file__", None) or "<" for module in list(sys.modules.values())}
     own = {path: code_digest(path) for path in sorted(paths) if not path.startswith(FOREIGN)}
     return {path: digest for path, digest in own.items() if digest is not None}
+
+
+def own_line(trace: str) -> str:
+    """The last line of a traceback that is in a file of the user's own, as an addition to a message; "" for none."""
+    lines = [found for found in _TRACE_LINE.findall(trace) if not found[0].startswith(FOREIGN)]
+    return f" ({lines[-1][0]}:{lines[-1][1]})" if lines else ""
 
 
 def custom_problem(function: str) -> str | None:

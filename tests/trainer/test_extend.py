@@ -19,9 +19,8 @@ from extend_page import MOST_LINES, commands, files, write_files
 from algorithms.config import CorrectionSpec
 from algorithms.objective import objective
 from rollout.config import DynamicCollectConfig
-from rollout.group.actor_calls import own_line
 from rollout.processes.custom_class import class_files, own_choices
-from rollout.processes.custom_code import code_digest
+from rollout.processes.custom_code import code_digest, own_line
 from trainer.compose.compose import resolve
 from trainer.config.outputs import CustomSink
 from trainer.replay.modes import chosen_modes, name_problems
@@ -211,7 +210,8 @@ REFUSED = {  # R: correction.reject.custom
     "loss=bad.py:Asks": ("loss", "beta has none (class Asks of"),
     "loss=bad.py:Odd": ("loss", "must name a class whose fields have types of a config"),
     "loss=bad.py:Says": ("loss", "it holds nosuch"),
-    "loss=broken.py:Loss": ("loss", "broken.py:2: ZeroDivisionError"),
+    "loss=leaves.py:Loss": ("loss", "SystemExit: 3"),
+    "loss=broken.py:Loss": ("loss", "ZeroDivisionError: division by zero ("),
     "loss=sigma.py:TokenSigma": ("loss", "must name a subclass of CustomLoss"),
     "loss=anchored.py:Anchored loss.clip_low=0.1": ("loss.clip_low", "is not a key of loss=anchored.py:Anchored"),
     "loss=anchored.py:Anchored loss.beta=-1": ("loss.beta", "must be >= 0"),
@@ -224,6 +224,7 @@ REFUSED = {  # R: correction.reject.custom
 def test_what_is_wrong_is_said_before_anything_starts(words: str, here: Path) -> None:
     (here / "bad.py").write_text(BAD)
     (here / "broken.py").write_text("import math\n1 / 0\n")
+    (here / "leaves.py").write_text("import sys\nsys.exit(3)\n")
     key, rule = REFUSED[words]
     words, key = (re.sub(r"^R\b", "correction.reject.custom", text) for text in (words, key))
     list_of_words = words.replace(", ", ",").split(" ") if "[" not in words else [words]

@@ -121,7 +121,7 @@ def _compose_run(
         from_home, without_home = expand_homes(root, get_type_hints(TrainConfig) | chosen)
         config, unreadable, broken = build_config(root, chosen)
         unreadable += without_home
-        named = {problem.key for problem in problems}
+        named = {problem.key.rpartition(": ")[2] for problem in problems}
         problems += _located([found for found in unreadable if found.key not in named], overrides, files)
         named |= {problem.key for problem in without_home}
         problems += [found for found in broken if found.key not in named and not found.key.startswith(unneeded)]
@@ -171,19 +171,12 @@ def _compose(
         if group in GROUPS:
             options = loader.get_group_options(group)
             choices[group] = lenient(override)
-            if not override.is_delete() and (value not in options or is_custom(str(value))):
+            if not override.is_delete() and value not in options:
                 choices[group] = _other_option(group, value, options, "", found) or choices[group]
     while True:
         try:
             defaults = loader.compute_defaults_list(recipe.stem, list(choices.values()), RunMode.RUN).defaults
-            # A file may have changed since it was added.
-            pairs = [(default.config_path or "").partition("/")[::2] for default in defaults]
-            again = {
-                group: _other_option(group, name, [], f"{recipe}: ", found) for group, name in pairs if is_custom(name)
-            }
-            if not any(again.values()):
-                break
-            choices |= {group: other for group, other in again.items() if other}
+            break
         except MissingConfigException as error:
             group, _, value = (error.missing_cfg_file or "").partition("/")
             if group not in GROUPS or group in choices:

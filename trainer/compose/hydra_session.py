@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import get_type_hints
 
@@ -30,6 +31,8 @@ from trainer.config.train import GROUPS, PRESETS, TrainConfig
 
 VERSION_BASE = "1.3"
 """Version of Hydra whose behaviour the configs expect."""
+_added: list[tuple[str, str]] = []
+"""(group in Hydra's ConfigStore, name) of the options of files that the running session has added."""
 SCHEMA = "parity_schema"
 """Name in Hydra's ConfigStore of the config with all sections but the groups; first entry of configs/train.yaml."""
 
@@ -63,9 +66,13 @@ def register(own_dir: Path | None) -> None:
 
 
 def add_option(group: str, name: str, kind: type) -> None:
-    """Make `group=name` choose the class `kind` of a file; Hydra takes the / of its path for nested groups."""
+    """Make `group=name` choose the class `kind` of a file, until the end of the `hydra_session`.
+
+    Hydra takes the / of its path for nested groups.
+    """
     path, _, leaf = f"{group}/{name}".replace("//", "/").rpartition("/")
     ConfigStore.instance().store(group=path, name=leaf, node=plain(kind), package=group)
+    _added.append((path, leaf))
 
 
 def _public_variable(name: str, *default: str | None) -> str | None:
@@ -80,5 +87,10 @@ def _public_variable(name: str, *default: str | None) -> str | None:
 def hydra_session(recipe: Path, own_dir: Path | None) -> Iterator[ConfigLoader]:
     """Hydra, initialised to compose the recipe in the file `recipe`."""
     register(own_dir)
-    with initialize_config_dir(str(recipe.parent), job_name="parity", version_base=VERSION_BASE):
-        yield GlobalHydra.instance().config_loader()
+    try:
+        with initialize_config_dir(str(recipe.parent), job_name="parity", version_base=VERSION_BASE):
+            yield GlobalHydra.instance().config_loader()
+    finally:
+        for path, leaf in _added:  # the next session reads the file again, and lists no option of this one
+            reduce(dict.__getitem__, path.split("/"), ConfigStore.instance().repo).pop(f"{leaf}.yaml", None)
+        _added.clear()
