@@ -80,7 +80,7 @@ def finish(made: Custom) -> str:
 def class_files(config: object) -> dict[str, str]:
     """Path of the file of each choice of the user's own in `config` -> digest of the file when it was run; and of each
     module beside such a file that this process has imported -> digest of now."""
-    files = dict(_PLACES[type(choice)] for choice in own_choices(config))
+    files = dict(_PLACES[type(choice)] for choice in own_choices(config) if type(choice) in _PLACES)
     beside = tuple(f"{Path(path).parent}/" for path in files)
     return {path: digest for path, digest in own_files().items() if files and path.startswith(beside)} | files
 
