@@ -55,6 +55,7 @@ def test_a_run_in_which_everything_is_the_users_own(
     for name in ("own/Hellinger", "mismatch/rs/TokenSigma_frac", "loss/policy"):
         assert mode["metrics"][name] == rows[1][name], name
     assert run(["replay", "mine", "step=2", "modes=gentle.py:GentleTIS"]) == 0
+    assert set(record["reproduction"]["yours"]) >= {"hellinger.py:Hellinger", "anchored.py:Anchored"}
 
     state = newest_state(Path("mine"))
     assert state is not None

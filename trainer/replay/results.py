@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from algorithms.objective import objective, reference_term
+from rollout.processes.custom_class import own_choices
 from trainer.config.train import TrainConfig
 from trainer.replay.modes import Mode, RefusedMode, chosen_modes
 from trainer.replay.recorded import RecordedStep, read_step
@@ -60,6 +61,8 @@ class Reproduction:
     """Number of metrics in both rows."""
     different: dict[str, tuple[float | None, float | None]]
     """Metric -> (logged, replayed), for metrics that are not equal to the last bit."""
+    yours: tuple[str, ...] = ()
+    """The choices of the user's own, whose files may have changed since."""
 
     def line(self) -> str:
         """The comparison as a sentence for people."""
@@ -67,11 +70,12 @@ class Reproduction:
             return f"nothing to compare with: {self.against} has no row of this step"
         if not self.different:
             return f"reproduces {self.compared} of {self.compared} logged metrics to the last bit ({self.against})"
+        of_yours = f", or {' or '.join(self.yours)} has changed since" if self.yours else ""
         worst = max(self.different, key=lambda key: _relative(*self.different[key]))
         return (
             f"{len(self.different)} of {self.compared} logged metrics differ ({self.against}), {worst} most, by "
             f"{_relative(*self.different[worst]):.1e} of itself: another device, or more than two ranks, add in "
-            "another order"
+            f"another order{of_yours}"
         )
 
 
@@ -140,6 +144,7 @@ def replay_step(dump: Dump, config: TrainConfig, names: Sequence[str], *, run_di
     finally:
         torch.set_num_threads(before)
     reproduction = _reproduction(scores[0], run_dir / METRICS_FILE, dump.description.step)
+    reproduction = replace(reproduction, yours=tuple(choice.source for choice in own_choices(config)))
     return Replay(dump=dump, step=step, modes=modes, scores=scores, refused=refused, reproduction=reproduction)
 
 
