@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from engine_cases import TOY
+from engine_cases import OWN
 from runs import QUICK, column, compose, first_evaluation, metrics_of, replayed
 
 from algorithms.kl import k3
@@ -426,11 +426,12 @@ def test_an_sglang_engine_and_a_rank_train_on_verified_weights(tmp_path: Path, l
 
 @pytest.mark.slow
 def test_an_engine_of_a_users_file_trains_on_verified_weights(tmp_path: Path, local_ray: None) -> None:
-    words = (ONE_RANK, f"rollout={TOY}", "rollout.dtype=float32", "run.num_steps=3", f"run.dir={tmp_path / 'run'}")
+    toy = OWN["toy"]
+    words = (ONE_RANK, f"rollout={toy}", "rollout.dtype=float32", "run.num_steps=3", f"run.dir={tmp_path / 'run'}")
     run_dir = train(compose("arithmetic_grpo", *QUICK, *SMALL, *words)).run_dir
     check_trained_on_verified_weights(metrics_of(run_dir))
     assert max(column(metrics_of(run_dir), "mismatch/k3")) < 1e-9
-    assert f"override /rollout: {TOY}" in (run_dir / "config.yaml").read_text("utf-8")
+    assert f"override /rollout: {toy}" in (run_dir / "config.yaml").read_text("utf-8")
 
 
 def check_trained_on_verified_weights(rows: list[dict[str, Any]]) -> None:
