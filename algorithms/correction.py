@@ -66,11 +66,11 @@ def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
     weight = rho = torch.ones_like(tokens.delta)
     if spec.weight is not None:
         level, bound = spec.weight.level, spec.weight.bound
-        log_ratio, has_weight = level(tokens) if isinstance(level, CustomLevel) else LEVELS[level](tokens)
         if isinstance(level, CustomLevel):
-            has_weight = level.fitting(has_weight, tokens.delta)
-            log_ratio = torch.where(has_weight, level.fitting(log_ratio, tokens.delta), 0.0)
-            level.fitting(log_ratio, tokens.delta, finite=True)
+            log_ratio, has_weight = (level.fitting(each, tokens.delta) for each in level(tokens))
+            log_ratio = level.fitting(torch.where(has_weight, log_ratio, 0.0), tokens.delta, finite=True)
+        else:
+            log_ratio, has_weight = LEVELS[level](tokens)
         rho = bounded_exp(torch.where(has_weight, log_ratio, 0.0))
         if isinstance(bound, CustomBound):
             weight, inside = (bound.fitting(each, rho, finite=True) for each in bound(rho, log_ratio, tokens))
@@ -94,7 +94,7 @@ def weight_total(spec: CorrectionSpec, correction: Correction, *, cu_seqlens: Te
     are counted per response at whole-response levels, else per kept token.
     """
     weight, keep = correction.weight.double(), correction.keep
-    if spec.weight is not None and spec.weight.one_per_response:
+    if spec.weight is not None and spec.weight.level.one_per_response:
         # All kept tokens of a response have the same weight, which is therefore their mean.
         weight = segment_mean(weight, keep, cu_seqlens)
         keep = segment_sum(keep.double(), cu_seqlens) > 0

@@ -309,16 +309,16 @@ def policy_loss(
     # Masked before exp and before the product with A: 0 x inf would be NaN, in the loss and in the gradient.
     theta = torch.where(active, logprobs, 0.0)
     anchor = torch.where(active, correction.anchor, 0.0).detach()
-    mu = None if correction.rollout is None else torch.where(active, correction.rollout, 0.0)
     tokens = SurrogateTokens(
         logprobs=theta,
         anchor_logprobs=anchor,
         advantages=torch.where(active, advantages, 0.0).detach(),
         response_mask=active,
         cu_seqlens=cu_seqlens,
-        rollout_logprobs=mu,
     )
     if isinstance(loss_config, CustomLoss):
+        mu = None if correction.rollout is None else torch.where(active, correction.rollout, 0.0)
+        tokens = tokens._replace(rollout_logprobs=mu)
         surrogate = Surrogate(*(loss_config.fitting(each, theta) for each in loss_config(tokens)))
         loss_config.fitting(surrogate.loss, theta, finite=True)
     elif loss_config.surrogate in SURROGATES:

@@ -59,7 +59,8 @@ def reference_kl(
     anchor_logprobs is None with `unbiased`.
     """
     if isinstance(estimator, CustomKLEstimator):
-        return estimator.fitting(estimator(logprobs, ref_logprobs.detach(), anchor_logprobs), logprobs)
+        anchor = anchor_logprobs if estimator.reads_anchor else None
+        return estimator.fitting(estimator(logprobs, ref_logprobs.detach(), anchor), logprobs)
     log_ratio = ref_logprobs.detach() - logprobs
     match estimator:
         case KLEstimator.k1:
@@ -104,8 +105,7 @@ def reference_kl_loss(
         )
     require_packed(response_mask, logprobs=logprobs, ref_logprobs=ref_logprobs, coefficients=coefficients)
     active = response_mask & torch.isfinite(logprobs) & torch.isfinite(ref_logprobs)
-    own = config.estimator if isinstance(config.estimator, CustomKLEstimator) else None
-    if own.reads_anchor if own else config.estimator is KLEstimator.unbiased:
+    if config.estimator.reads_anchor:
         anchor_logprobs = _needed(anchor_logprobs)
         require_packed(response_mask, anchor_logprobs=anchor_logprobs)
         active = active & torch.isfinite(anchor_logprobs)

@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Final, Self
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from algorithms.config.custom import Custom
 from algorithms.config.rules import Checked, Problem, above, as_yaml, at_least, ruled, within
@@ -50,28 +50,28 @@ class Divisor(Enum):
 
 
 class Aggregation(Enum):
-    """Aggregation of per-token losses into one number, which decides the weight of long responses.
+    """Aggregation of per-token losses into one number, which decides the weight of long responses."""
 
-    Every member names its divisor, which counts the kept tokens or responses with rejected_denominator=drop.
-    """
-
-    divisor: Divisor
-
-    def __new__(cls, name: str, divisor: Divisor) -> Self:
-        member = object.__new__(cls)
-        member._value_, member.divisor = name, divisor
-        return member
-
-    token_mean = "token_mean", Divisor.tokens
+    token_mean = "token_mean"
     """Sum over tokens / all response tokens of the optimizer step (DAPO)."""
-    seq_mean_token_mean = "seq_mean_token_mean", Divisor.sequences
+    seq_mean_token_mean = "seq_mean_token_mean"
     """Mean over the tokens of a response, then over responses (GRPO)."""
-    seq_mean_token_sum = "seq_mean_token_sum", Divisor.sequences
+    seq_mean_token_sum = "seq_mean_token_sum"
     """Sum over the tokens of a response, then mean over responses."""
-    fixed_length = "fixed_length", Divisor.sequences
+    fixed_length = "fixed_length"
     """Sum over the tokens of a response / `loss.fixed_length_tokens`, then mean over responses (Dr.GRPO)."""
-    token_sum = "token_sum", Divisor.none
+    token_sum = "token_sum"
     """Sum over all response tokens, without a divisor."""
+
+    @property
+    def divisor(self) -> Divisor:
+        """The divisor of the step; with rejected_denominator=drop it counts the kept tokens or responses."""
+        match self:
+            case Aggregation.token_mean:
+                return Divisor.tokens
+            case Aggregation.token_sum:
+                return Divisor.none
+        return Divisor.sequences
 
 
 @dataclass(kw_only=True, slots=True)

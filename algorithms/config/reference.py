@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 from algorithms.config.custom import Custom
-from algorithms.config.rules import Checked, Problem, at_least, ruled
+from algorithms.config.rules import Checked, Problem, as_yaml, at_least, ruled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,18 +27,23 @@ class KLEstimator(Enum):
     unbiased = "unbiased"
     """k3 x pi_theta / pi_old, ratio differentiated: right value and right gradient, also off policy."""
 
+    @property
+    def reads_anchor(self) -> bool:
+        """True if it reads the log-probs of the policy that sampled."""
+        return self is KLEstimator.unbiased
+
 
 @dataclass(kw_only=True, slots=True)
 class CustomKLEstimator(Custom):
     """An estimator of the KL of a user."""
 
     reads_anchor: ClassVar[bool] = False
-    """True if it reads the log-probs of the policy that sampled."""
+    """As of `KLEstimator`; not possible in the reward."""
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, anchor_logprobs: Tensor | None) -> Tensor:
         """The estimate of each token [T], nats, of log pi_theta [T] with gradient, log pi_ref [T] and log-probs of the
-        policy that sampled [T], which are None in the reward and without `reads_anchor`; all are finite."""
+        policy that sampled [T], which are None without `reads_anchor`; all are finite."""
         raise NotImplementedError
 
 
@@ -69,10 +74,10 @@ class ReferenceKLConfig(Checked):
                 "must not be k1 with placement=loss: its gradient is 0 on average, so it only adds noise",
                 "Use estimator=unbiased (or k2), or placement=reward.",
             )
-        if self.estimator is KLEstimator.unbiased and self.placement is KLPlacement.reward:
+        if self.estimator.reads_anchor and self.placement is KLPlacement.reward:
             yield self.broken(
                 "estimator",
-                "must not be unbiased with placement=reward: a reward is detached, and its samples are weighted "
-                "by the policy loss already",
+                f"must not be {as_yaml(self.estimator)} with placement=reward: a reward is detached, and its samples "
+                "are weighted by the policy loss already",
                 "Use estimator=k1, whose gradient in the reward is the right one, or placement=loss.",
             )

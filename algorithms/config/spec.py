@@ -42,13 +42,18 @@ class Level(Enum):
     """Sum of Delta up to the token: corrects the distribution of prefixes, not of later tokens; less bias than
     token."""
 
+    @property
+    def one_per_response(self) -> bool:
+        """True if all tokens of a response have the same weight, which then counts once per response."""
+        return self in (Level.sequence, Level.geometric)
+
 
 @dataclass(kw_only=True, slots=True)
 class CustomLevel(Custom):
     """A level of a user. Its formula may hold {rho}, the ratio of a token: "prod_y({rho})"."""
 
     one_per_response: ClassVar[bool] = False
-    """True if all tokens of a response have the same weight, which then counts once per response."""
+    """As of `Level`."""
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -131,13 +136,6 @@ class WeightSpec:
     bound: Bound | CustomBound
     low: float | None = None
     high: float | None = None
-
-    @property
-    def one_per_response(self) -> bool:
-        """True if all tokens of a response have the same weight."""
-        if isinstance(self.level, CustomLevel):
-            return self.level.one_per_response
-        return self.level in (Level.sequence, Level.geometric)
 
     @property
     def rejects(self) -> bool:

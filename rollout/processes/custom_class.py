@@ -65,7 +65,8 @@ def _unusable(kind: type[Custom]) -> str:
 
 
 def finish(made: Custom) -> str:
-    """Call the `__post_init__` of a user's class, whose instance was made of values that were read -> why it failed."""
+    """Call the `__post_init__` of a user's class, whose instance was made of values that were read -> the rule that it
+    breaks; "" if none."""
     if type(made).__post_init__ is Checked.__post_init__:
         return ""
     try:
@@ -73,7 +74,7 @@ def finish(made: Custom) -> str:
     except ConfigError:  # what `problems` yields is reported by itself
         return ""
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"must be a class whose __post_init__ succeeds: {type(error).__name__}: {error}"
     return ""
 
 
@@ -81,8 +82,10 @@ def class_files(config: object) -> dict[str, str]:
     """Path of the file of each choice of the user's own in `config` -> digest of the file when it was run; and of each
     module beside such a file that this process has imported -> digest of now."""
     files = dict(_PLACES[type(choice)] for choice in own_choices(config) if type(choice) in _PLACES)
+    if not files:  # most runs have none, and looking through all modules takes time
+        return {}
     beside = tuple(f"{Path(path).parent}/" for path in files)
-    return {path: digest for path, digest in own_files().items() if files and path.startswith(beside)} | files
+    return {path: digest for path, digest in own_files().items() if path.startswith(beside)} | files
 
 
 def own_choices(config: object) -> Iterator[Custom]:
@@ -109,6 +112,6 @@ def _restored(path: str, digest: str, name: str, source: str, values: Mapping[st
     made = object.__new__(kind)
     for key, value in values.items():
         object.__setattr__(made, key, value)
-    if problem := finish(made):
-        raise ValueError(f"{source}: __post_init__ failed: {problem}")
+    if rule := finish(made):
+        raise ValueError(f"{source}: {rule}")
     return made

@@ -15,6 +15,7 @@ from algorithms.config import (
     Aggregation,
     Baseline,
     Bound,
+    ConfigError,
     CustomAggregation,
     CustomBound,
     CustomConfig,
@@ -27,6 +28,7 @@ from algorithms.config import (
     Divisor,
     Estimator,
     KLEstimator,
+    KLPlacement,
     Level,
     PPOClipConfig,
     ReferenceKLConfig,
@@ -158,6 +160,16 @@ def test_estimator_aggregation_and_kl_equal_their_built_in_twins() -> None:
         )
         gradients += torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(*gradients)
+    with pytest.raises(ConfigError, match="a reward is detached"):
+        ReferenceKLConfig(coef=0.1, estimator=Unbiased(), placement=KLPlacement.reward)
+
+    @dataclass(kw_only=True)
+    class Blind(CustomKLEstimator):
+        def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, anchor_logprobs: Tensor | None) -> Tensor:
+            assert anchor_logprobs is None, "it does not say that it reads them"
+            return logprobs - ref_logprobs
+
+    reference_kl(logprobs, ref_logprobs=reference, anchor_logprobs=here.rollout, estimator=Blind())
     with pytest.raises(ValueError, match="anchor_logprobs"):
         reference_kl_loss(
             logprobs,

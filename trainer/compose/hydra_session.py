@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import reduce
 from pathlib import Path
 from typing import get_type_hints
 
@@ -92,5 +91,5 @@ def hydra_session(recipe: Path, own_dir: Path | None) -> Iterator[ConfigLoader]:
             yield GlobalHydra.instance().config_loader()
     finally:
         for path, leaf in _added:  # the next session reads the file again, and lists no option of this one
-            reduce(dict.__getitem__, path.split("/"), ConfigStore.instance().repo).pop(f"{leaf}.yaml", None)
+            functools.reduce(dict.__getitem__, path.split("/"), ConfigStore.instance().repo).pop(f"{leaf}.yaml", None)
         _added.clear()

@@ -58,8 +58,7 @@ def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig, lis
                 found.append(keys.unknown_section(path, value, kinds))
     for name in GROUPS:
         section = getattr(config, name)
-        if not found and isinstance(section, Custom) and (problem := finish(section)):
-            rule = f"must be a class whose __post_init__ succeeds: {problem}"
+        if not found and isinstance(section, Custom) and (rule := finish(section)):
             found.append(Problem(key=name, rule=rule, value=section.source))
     named = {problem.key for problem in found}
     broken = [problem for problem in (*config.problems(), *_function_problems(config)) if problem.key not in named]
@@ -184,8 +183,8 @@ def _own(value: object, base: type[Custom], path: list[str], found: list[Problem
     expand_homes(OmegaConf.create({key: node}), {key: kind})
     before = len(found)
     made = read_section(kind, node, path, {}, found)
-    if len(found) == before and (problem := finish(made)):
-        found.append(Problem(key=key, rule=f"must be a class whose __post_init__ succeeds: {problem}", value=choice[0]))
+    if len(found) == before and (rule := finish(made)):
+        found.append(Problem(key=key, rule=rule, value=choice[0]))
     return made
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -61,7 +61,7 @@ class Reproduction:
     """Number of metrics in both rows."""
     different: dict[str, tuple[float | None, float | None]]
     """Metric -> (logged, replayed), for metrics that are not equal to the last bit."""
-    yours: tuple[str, ...] = ()
+    yours: tuple[str, ...]
     """The choices of the user's own, whose files may have changed since."""
 
     def line(self) -> str:
@@ -143,8 +143,8 @@ def replay_step(dump: Dump, config: TrainConfig, names: Sequence[str], *, run_di
         scores = scored_modes(modes, step)
     finally:
         torch.set_num_threads(before)
-    reproduction = _reproduction(scores[0], run_dir / METRICS_FILE, dump.description.step)
-    reproduction = replace(reproduction, yours=tuple(choice.source for choice in own_choices(config)))
+    yours = tuple(choice.source for choice in own_choices(config))
+    reproduction = _reproduction(scores[0], run_dir / METRICS_FILE, dump.description.step, yours=yours)
     return Replay(dump=dump, step=step, modes=modes, scores=scores, refused=refused, reproduction=reproduction)
 
 
@@ -188,14 +188,14 @@ def objective_of(config: TrainConfig) -> str:
     return objective(config.correction, config.loss) + reference_term(config.reference)
 
 
-def _reproduction(own: ModeScore, path: Path, step: int) -> Reproduction:
+def _reproduction(own: ModeScore, path: Path, step: int, *, yours: tuple[str, ...]) -> Reproduction:
     """Compare the score of the run's own correction with the logged row of the step, if there is one."""
     rows = read_rows(path) if path.is_file() else []
     of_step = [row for row in rows if row.get("step") == step]
     logged: dict[str, float | None] = {key: value for row in of_step for key, value in row.items()}
     mine = {key: finite(value) for key, value in own.metrics.items() if key in logged}
     different = {key: (logged[key], value) for key, value in mine.items() if logged[key] != value}
-    return Reproduction(against=path.name, compared=len(mine), different=different)
+    return Reproduction(against=path.name, compared=len(mine), different=different, yours=yours)
 
 
 def finite(value: float | None) -> float | None:
