@@ -298,7 +298,7 @@ def test_a_sink_that_hangs_holds_up_neither_a_step_nor_the_end(tmp_path: Path, m
 
 def test_a_failure_of_a_worker_names_the_line_of_the_user() -> None:
     package = f'File "{subprocess.__file__}", line 9, in run\n'
-    assert own_line(f'{package}File "/home/me/mine.py", line 3, in f\nFile "/home/me/mine.py", line 5\n{package}') == (
-        " (/home/me/mine.py:5)"
+    assert own_line(f'{package}File "/srv/mine.py", line 3, in f\nFile "/srv/mine.py", line 5\n{package}') == (
+        " (/srv/mine.py:5)"
     )
     assert own_line(package) == ""
