@@ -121,6 +121,10 @@ class EngineConfig(Checked):
         length = model.get("max_position_embeddings")
         return length if isinstance(length, int) else None
 
+    def model_rule(self, model: Mapping[str, Any]) -> str:
+        """The rule that a model with this config.json breaks, after "must"; "" if the engine can serve it."""
+        return ""
+
     def adapter_rule(self, chosen: Iterable[str], *, among: Iterable[str]) -> str:
         """The rule that an adapter of the layers `chosen` breaks if it is sent by itself; "" if it breaks none."""
         return ""

@@ -12,6 +12,7 @@ from algorithms.config import Problem
 from algorithms.config.home import MAY_NAME_PATHS
 from rollout.config import LOOPBACK, DType, EngineConfig, EngineUse, Quantization, SamplingConfig
 from rollout.sglang.options import MAX_REPLY_BYTES, SGLANG_REMEDY, PauseMode
+from rollout.weights.experts import FAMILIES, is_all_sparse
 
 if TYPE_CHECKING:
     from rollout.engine import Engine, EngineSetup
@@ -204,6 +205,21 @@ class SGLangConfig(EngineConfig):
         if self.servers or any("factor" in (model.get(key) or {}) for key in ("rope_scaling", "rope_parameters")):
             return None
         return self.engine_args.get("context_length", EngineConfig.context_length(self, model))
+
+    def model_rule(self, model: Mapping[str, Any]) -> str:
+        if model.get("model_type") not in FAMILIES:
+            return ""
+        if not is_all_sparse(model):
+            return "have experts in every layer with rollout=sglang, which gives none a dense one (mlp_only_layers)"
+        if model.get("tie_word_embeddings"):
+            return "have a head of its own with rollout=sglang, whose mixtures tie none (tie_word_embeddings)"
+        if model["model_type"] == "olmoe" and model.get("norm_topk_prob"):
+            return "have norm_topk_prob=false with rollout=sglang, whose OLMoE weighs experts so"
+        if self.takes_quantized:
+            return (
+                f"be dense with rollout.quantization={self.quantization.name} on a GPU: experts are not quantised yet"
+            )
+        return ""
 
     def adapter_rule(self, chosen: Iterable[str], *, among: Iterable[str]) -> str:
         from rollout.sglang.stacked import parts_apart  # with numpy, which a completion needs not load

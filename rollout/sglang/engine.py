@@ -44,6 +44,7 @@ from rollout.sglang.server import SGLangServer
 from rollout.sglang.weight_update import ADAPTER_NAME, CACHE_TAGS, WEIGHT_TAGS, WeightUpdate
 from rollout.types import Completion, GenerateRequest, PackedWeights
 from rollout.weights.adapter import A_SENT, B_SENT
+from rollout.weights.experts import sources
 from rollout.weights.files import tensor_shapes
 from rollout.weights.packed_weights import DTYPES, check_weights
 
@@ -361,7 +362,9 @@ class SGLangEngine(Engine):
                 # which collects garbage on a CPU, walks through a million objects.
                 client.call("/freeze_gc", body={}, timeout_s=INFO_TIMEOUT_S)
             layout = self._weights.layout
-            layout.part(of_adapter=False).fusion(sent=sent_names(tensor_shapes(model_path), self._quantization))
+            layout.part(of_adapter=False).fusion(
+                sent=sent_names(sources(tensor_shapes(model_path)), self._quantization)
+            )
             if self._needs.adapter is not None:
                 sent = [f"{layer}{end}" for layer in self._needs.adapter.layers for end in (A_SENT, B_SENT)]
                 plan_fusion(layout.part(of_adapter=True).parameters, sent=sent)

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from rollout.engine import LayoutError
-from rollout.sglang.stacked import STACKED
+from rollout.sglang.stacked import EXPERT_WEIGHTS, STACKED
 from rollout.weights.adapter import A_SENT, B_SENT, last_part
+from rollout.weights.experts import GATE_UP, in_model, is_experts
 from rollout.weights.packed_weights import listed
 
 VOCABULARY_PARAMETERS = ("embed_tokens.weight", "lm_head.weight")
@@ -80,8 +81,8 @@ def plan_fusion(held: Iterable[str], *, sent: Iterable[str]) -> Fusion:
     problems = []
     if unexplained:
         problems.append(
-            f"engine parameters that no rule makes up from HF tensors: {listed(unexplained)} (known: dense models "
-            f"that stack {', '.join(STACKED)}; weight syncs of this model cannot be verified)"
+            f"engine parameters that no rule makes up from HF tensors: {listed(unexplained)} (known: models that "
+            f"stack {', '.join(STACKED)} and experts; weight syncs of this model cannot be verified)"
         )
     if missing:
         problems.append(f"missing tensors: {listed(missing)}")
@@ -103,6 +104,8 @@ class Share:
 
     def of(self, source: str, tensor: torch.Tensor) -> torch.Tensor:
         """The rank's part of the HF tensor `source`; the vocabulary is padded before the split."""
+        if is_experts(source):
+            return self._of_experts(source, tensor)
         # The rows of B are those of the layer's weight, the columns of A are its columns.
         is_a, is_b = source.endswith(A_SENT), source.endswith(B_SENT)
         module, _, kind = source.replace(A_SENT, ".weight").replace(B_SENT, ".weight").rpartition(".")
@@ -117,6 +120,14 @@ class Share:
         if layer in COLUMN_SPLIT and kind in ("weight", "weight_scale_inv"):
             return tensor.chunk(self.size, dim=1)[self.rank]
         return tensor
+
+    def _of_experts(self, source: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The rank's features of every expert, of gate and of up, [E, O, I]."""
+        if self.size == 1:
+            return tensor
+        if not source.endswith(GATE_UP):
+            return tensor.chunk(self.size, dim=2)[self.rank]
+        return torch.cat([part.chunk(self.size, dim=1)[self.rank] for part in tensor.chunk(2, dim=1)], dim=1)
 
 
 def host_digest(pieces: Sequence[np.ndarray]) -> str:
@@ -199,12 +210,14 @@ def _padded_vocabulary(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
 
 def _unstack(name: str) -> tuple[str, ...]:
     """HF tensors behind a parameter of the engine: model.layers.0.mlp.gate_up_proj.weight -> gate_proj, up_proj."""
-    parts = name.split(".")
+    parts = in_model(name).split(".")
+    if parts[-1] in EXPERT_WEIGHTS:
+        return (".".join([*parts[:-1], EXPERT_WEIGHTS[parts[-1]]]),)
     for fused, sources in STACKED.items():
         if fused in parts:
             at = parts.index(fused)
             return tuple(".".join([*parts[:at], source, *parts[at + 1 :]]) for source in sources)
-    return (name,)
+    return (".".join(parts),)
 
 
 def _looks_plain(name: str, parts: Sequence[str]) -> bool:
@@ -216,8 +229,10 @@ def _looks_plain(name: str, parts: Sequence[str]) -> bool:
         "_proj.bias",
         "layernorm.weight",
         "_norm.weight",
+        ".mlp.gate.weight",
+        "shared_expert_gate.weight",
         A_SENT,
         B_SENT,
         *VOCABULARY_PARAMETERS,
     )
-    return len(parts) > 1 or f".{name}".endswith(plain)
+    return len(parts) > 1 or is_experts(parts[0]) or f".{parts[0]}".endswith(plain)

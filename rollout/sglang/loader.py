@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from rollout.sglang.adapter_server import load_adapter
 from rollout.sglang.fusing import COLUMN_SPLIT
 from rollout.sglang.quantized import open_layers
 from rollout.types import RegionAddress
+from rollout.weights.experts import MIXTRAL, is_experts, names_in_files
 from rollout.weights.packed_weights import DTYPES
 from rollout.weights.registered import uses_cuda
 from rollout.weights.shared_weights import MappedRegion
@@ -47,7 +48,21 @@ def load_shared(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -
     if request["adapter"]:
         load_adapter(model, dict(tensors), request["adapter"])
     else:
-        model.load_weights(tensors)
+        model.load_weights(_expert_by_expert(model, tensors))
+
+
+def _expert_by_expert(
+    model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors with a view for every matrix of an expert: SGLang knows these names, and skips others silently."""
+    in_block = any(MIXTRAL in name for name, _ in model.named_parameters())
+    for name, tensor in tensors:
+        if not is_experts(name):
+            yield name.replace(".mlp.", MIXTRAL) if in_block else name, tensor
+            continue
+        block = MIXTRAL.strip(".") if in_block else "mlp"
+        for expert, parts in zip(tensor, names_in_files(name, len(tensor), block=block), strict=True):
+            yield from zip(parts, expert.chunk(len(parts)), strict=True)
 
 
 @functools.lru_cache(maxsize=2)

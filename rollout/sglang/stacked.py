@@ -1,13 +1,16 @@
-"""Linear layers that SGLang holds as one matrix. Does not import torch."""
+"""Layers of a Hugging Face model that SGLang holds as one, or under other names. Does not import torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from rollout.weights.adapter import last_part
+from rollout.weights.experts import DOWN, GATE_UP
 
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Fused module of SGLang -> modules of the Hugging Face model, in the order in which their rows are stacked."""
+EXPERT_WEIGHTS = {"w13_weight": GATE_UP, "w2_weight": DOWN}
+"""Weight of SGLang's experts -> weight of the model's: both hold [E, 2I, H], the gate first, and [E, H, I]."""
 
 
 def parts_apart(chosen: Iterable[str], *, among: Iterable[str]) -> str:

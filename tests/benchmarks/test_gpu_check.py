@@ -31,7 +31,7 @@ from rollout.sglang.installation import server_environment
 from trainer.compose.compose import resolve
 from trainer.limits.model_shape import directory_shape
 from trainer.policy import worker
-from trainer.policy.model import weight_files
+from trainer.policy.stored import weight_files
 from trainer.policy.trainable import Trainable
 from trainer.scoring.attention import Segments, packed_attention
 from trainer.scoring.logprob_head import token_logprobs

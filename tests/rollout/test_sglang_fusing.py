@@ -112,9 +112,9 @@ def test_unknown_tensor_is_named() -> None:
 
 
 def test_unknown_fusing_is_an_error_of_its_own() -> None:
-    expert = "model.layers.0.mlp.experts.w13_weight"
-    with pytest.raises(LayoutError, match=f"no rule makes up from HF tensors: {expert} .*cannot be verified"):
-        plan_fusion([*ENGINE_NAMES, expert], sent=HF_NAMES)
+    unknown = "model.layers.0.self_attn.w_kc"
+    with pytest.raises(LayoutError, match=f"no rule makes up from HF tensors: {unknown} .*cannot be verified"):
+        plan_fusion([*ENGINE_NAMES, unknown], sent=HF_NAMES)
 
 
 def test_digest_of_a_stacked_parameter_is_that_of_the_stacked_bytes() -> None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 67
 """Not a multiple of 64: engines that pad the vocabulary must still report the right log-probs and digests."""
 EOS_TOKEN_ID = 1
+MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+NUM_EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 
 
 def write_tiny_model(
@@ -30,28 +32,37 @@ def write_tiny_model(
     Args:
         directory: created if missing; receives config.json, generation_config.json and model.safetensors.
         seed: decides every weight.
-        model_type: "qwen2", "qwen3" or "llama".
-        tied: whether lm_head shares the embedding.
+        model_type: "qwen2", "qwen3" or "llama", or one of MIXTURES (8 experts, 2 for a token).
+        tied: whether lm_head shares the embedding; a mixture has a head of its own.
         dtype: type in which the weights are stored.
         vocab_size: rows of the embedding.
         max_positions: longest sum of prompt and response.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    experts = {
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "norm_topk_prob": model_type != "olmoe",  # as SGLang has it
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    }
     config = AutoConfig.for_model(
         model_type,
+        **(experts if model_type in MIXTURES else {}),
         vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4 if model_type == "olmoe" else 2,  # SGLang has one with as many of them only
         head_dim=16,
         max_position_embeddings=max_positions,
         bos_token_id=0,
         eos_token_id=EOS_TOKEN_ID,
         pad_token_id=None,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=tied and model_type not in MIXTURES,
         # Wide weights: a peaked next-token law, so that a wrong weight or temperature changes log-probs visibly.
         initializer_range=0.12,
     )

@@ -36,6 +36,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 16},
     "gemma": {"head_dim": 16},
     "phi3": {"partial_rotary_factor": 0.5},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 8},
 }
 """Model type -> fields of its config beside SIZES and the base, in the names of transformers 4."""
 

@@ -29,7 +29,8 @@ TINY = ModelShape(
     attention_size=8,
     kv_size=4,
     is_tied=False,
-    is_dense=True,
+    idle_parameters=0,
+    experts_per_token=0,
 )
 """Body 600, head 200, embedding 200."""
 QWEN_0_5B = ModelShape(
@@ -41,7 +42,8 @@ QWEN_0_5B = ModelShape(
     attention_size=896,
     kv_size=256,
     is_tied=True,
-    is_dense=True,
+    idle_parameters=0,
+    experts_per_token=0,
 )
 QWEN_7B = ModelShape(
     num_parameters=7_615_616_512,
@@ -52,7 +54,8 @@ QWEN_7B = ModelShape(
     attention_size=3584,
     kv_size=1024,
     is_tied=False,
-    is_dense=True,
+    idle_parameters=0,
+    experts_per_token=0,
 )
 H200 = Rates(flops=790e12, bytes_per_s=4.3e12)
 ONE = Rates(flops=1.0, bytes_per_s=1.0)

@@ -13,7 +13,8 @@ from test_packing import pack_samples
 
 from algorithms.config import AdvantageConfig, Estimator
 from trainer.batch.packing import micro_batch
-from trainer.policy.model import check_files, empty_causal_lm, full_tensors, load_causal_lm, weight_files
+from trainer.policy.model import check_files, empty_causal_lm, full_tensors, load_causal_lm
+from trainer.policy.stored import weight_files
 from trainer.scoring.attention import Segments
 
 

@@ -374,7 +374,7 @@ def add_expert(directory: Path) -> None:
             lambda path: (path / "adapter_config.json").write_text("{}"),
             r"must hold a model without the adapter_config.json of an adapter",
         ),
-        (add_expert, r"must be a dense model: mixtures of experts are not supported"),
+        (add_expert, r"must be a dense model, or a mixture of experts of one of the families"),
     ],
 )
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])

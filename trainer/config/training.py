@@ -98,13 +98,16 @@ class SmolLM2ModelConfig(ModelConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ArithmeticModelConfig(ModelConfig):
-    """A small Qwen2, trained here on demonstrations of mixed quality and cached; see trainer/models/base_model.py."""
+    """A small Qwen2, or Qwen3-MoE with `num_experts`, trained here on demonstrations of mixed quality and cached; see
+    trainer/models/base_model.py."""
 
     kind: ClassVar[str] = "arithmetic"
     hidden_size: int = ruled(64, Rule("must be a positive multiple of 32", lambda size: size >= 32 and size % 32 == 0))
     """Width of the residual stream in features; a multiple of 32 (the head size)."""
     num_layers: int = ruled(3, at_least(1))
     """Number of transformer blocks."""
+    num_experts: int = ruled(0, Rule("must be 0 or 4 or more", lambda number: number == 0 or number >= 4))
+    """Number of experts in each block, of which a token meets 4; 0 makes a dense model."""
     calculator: bool = False
     """Let the authors of correct demonstrations ask a calculator for the sum instead of carrying; use with
     episode.function=calculator."""
@@ -113,7 +116,8 @@ class ArithmeticModelConfig(ModelConfig):
 
     @property
     def description(self) -> str:
-        sizes = f"Qwen2, width {self.hidden_size}, {self.num_layers} layers"
+        family = f"Qwen3-MoE of {self.num_experts} experts" if self.num_experts else "Qwen2"
+        sizes = f"{family}, width {self.hidden_size}, {self.num_layers} layers"
         return f"arithmetic ({sizes}; trained on the spot, cached)"
 
 

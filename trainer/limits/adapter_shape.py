@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rollout.types import AdapterSpec
+from rollout.weights.experts import EXPERT_NAME, ROUTERS
 from rollout.weights.files import tensor_shapes
 from trainer.config.train import TrainConfig
 from trainer.config.training import LoraConfig
@@ -49,9 +50,17 @@ def stored_linear_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _linear(stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The matrices of the blocks among the tensors of a model."""
+    """The matrices of the blocks among the tensors of a model, without the router and the experts of a mixture."""
     weights = {name.removesuffix(".weight"): shape for name, shape in stored.items() if name.endswith(".weight")}
-    return {name: shape for name, shape in weights.items() if len(shape) == 2 and layer_of(f"{name}.") is not None}
+    others = ROUTERS if any(EXPERT_NAME in name for name in weights) else ()
+    return {
+        name: shape
+        for name, shape in weights.items()
+        if len(shape) == 2
+        and layer_of(f"{name}.") is not None
+        and EXPERT_NAME not in name
+        and not name.endswith(others)
+    }
 
 
 def sent_adapter(config: TrainConfig, model_path: Path) -> AdapterSpec | None:

@@ -197,16 +197,18 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> tuple[int, int]:
 
     Per token and layer: the inputs of two norms in float32 and of every product in the compute dtype (two of the
     residual's width for the norms, two for the products after them; queries, keys, values and twice the attention's
-    output; four of the MLP's width). On a CPU attention and its inputs are float32; in float32 on a GPU every head has
+    output; four of the MLP's width, which are those of its experts in a mixture, with two of the residual's width for
+    each of these). On a CPU attention and its inputs are float32; in float32 on a GPU every head has
     keys and values of its own. A checkpointed layer keeps its input; one layer at a time is computed again and held in
     full.
     """
     number, hidden = DTYPE_BYTES[config.policy.dtype], shape.hidden_size
     attention_parameters = hidden * (2 * shape.attention_size + shape.kv_size)
-    mlp_size = max(0, shape.layer_parameters - attention_parameters) // (3 * hidden)
+    of_layer = shape.layer_parameters - shape.idle_parameters // shape.num_layers  # what a token meets
+    mlp_size = max(0, of_layer - attention_parameters) // (3 * hidden)
     norms = 2 * hidden * (MASTER_BYTES + number)
     attention_number = number if config.policy.gpus_per_worker else DTYPE_BYTES[DType.float32]
-    products = (2 * hidden + shape.attention_size + 4 * mlp_size) * number
+    products = (2 * hidden * (1 + shape.experts_per_token) + shape.attention_size + 4 * mlp_size) * number
     is_repeated = config.policy.gpus_per_worker > 0 and config.policy.dtype is DType.float32
     kv_size = 2 * shape.attention_size if is_repeated else shape.kv_size
     products += (2 * shape.attention_size + kv_size) * attention_number

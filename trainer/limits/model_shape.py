@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout.data.arithmetic import TOKENS
+from rollout.weights.experts import EXPERT_NAME, FAMILIES, is_all_sparse
 from rollout.weights.files import tensor_shapes
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelConfig, SmolLM2ModelConfig
 
@@ -30,8 +31,6 @@ USUAL_NAMES = {
 }  # fmt: skip
 """Field of config.json in the family of GPT-2 -> what other models call it."""
 HEAD_NAME = "lm_head.weight"
-EXPERT_NAME = ".experts."
-"""Part of the parameter names in a mixture of experts, of which a token uses only some."""
 
 
 class UnknownShapeError(ValueError):
@@ -55,8 +54,10 @@ class ModelShape:
     """Numbers that one token adds to the KV cache of one layer: keys and values of all KV heads."""
     is_tied: bool
     """True if the embedding is also the head."""
-    is_dense: bool
-    """True if a token uses every parameter of the layers; False for a mixture of experts."""
+    idle_parameters: int
+    """Number of parameters that a token does not meet: those of the experts that are not chosen for it."""
+    experts_per_token: int
+    """Number of experts of a layer that are chosen for a token; 0 for a dense model."""
 
     @property
     def root_parameters(self) -> int:
@@ -70,16 +71,17 @@ class ModelShape:
 
     @property
     def body_parameters(self) -> int:
-        """Number of parameters that multiply every token: all but the head and the embedding, which is looked up."""
-        return self.num_parameters - self.head_parameters * (1 if self.is_tied else 2)
+        """Number of parameters that multiply a token: all but the head, the embedding, which is looked up, and the
+        experts that are not chosen for it."""
+        return self.num_parameters - self.head_parameters * (1 if self.is_tied else 2) - self.idle_parameters
 
     @property
     def matrix_parameters(self) -> int:
-        """Number of parameters that one decode step reads: body and head."""
+        """Number of parameters that one decode step reads, or the least of it for a mixture: body and head."""
         return self.body_parameters + self.head_parameters
 
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """model_type of the models whose tensors follow from config.json."""
 SMOLLM2 = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -99,12 +101,14 @@ def model_tensors(model: ModelConfig) -> tuple[Mapping[str, Any], Mapping[str, t
         return SMOLLM2, described_shapes(SMOLLM2)
     if not isinstance(model, ArithmeticModelConfig):
         raise UnknownShapeError(f"no size is known for model={model.kind}")
-    # The Qwen2 that trainer/models/base_model.py makes.
-    hidden = model.hidden_size
+    # The Qwen2, or Qwen3-MoE, that trainer/models/base_model.py makes.
+    hidden, experts = model.hidden_size, model.num_experts
     text = {
-        "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": ARITHMETIC_MLP_FACTOR * hidden,
-        "num_hidden_layers": model.num_layers, "num_attention_heads": hidden // ARITHMETIC_HEAD_SIZE,
-        "vocab_size": len(TOKENS), "tie_word_embeddings": True,
+        "model_type": "qwen3_moe" if experts else "qwen2", "hidden_size": hidden,
+        "intermediate_size": ARITHMETIC_MLP_FACTOR * hidden, "moe_intermediate_size": hidden, "num_experts": experts,
+        "num_experts_per_tok": ARITHMETIC_MLP_FACTOR, "num_hidden_layers": model.num_layers,
+        "num_attention_heads": hidden // ARITHMETIC_HEAD_SIZE, "vocab_size": len(TOKENS),
+        "tie_word_embeddings": not experts,
     }  # fmt: skip
     return text, described_shapes(text)
 
@@ -165,20 +169,26 @@ def described_shapes(text: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     Raises UnknownShapeError if they do not follow from these.
     """
     kind, hidden, mlp = text.get("model_type"), text["hidden_size"], text.get("intermediate_size")
-    if kind not in LLAMA_LIKE or mlp is None:
+    experts = experts_of(text) if kind in FAMILIES else None
+    mlp = mlp if experts is None else text.get("moe_intermediate_size")
+    if kind not in LLAMA_LIKE or mlp is None or not is_all_sparse(text):
         raise UnknownShapeError(f"the weights are not here, and a {kind} has its number of parameters in them alone")
     attention, kv, head = _attention_sizes(text)
     linear = {
         "self_attn.q_proj": (attention, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, attention), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
+        "self_attn.o_proj": (hidden, attention),
     }  # fmt: skip
+    if experts is not None:
+        linear["mlp.gate"] = (experts.number, hidden)
+    for owner in ["mlp."] if experts is None else [f"mlp.experts.{expert}." for expert in range(experts.number)]:
+        parts = {"gate_proj": (mlp, hidden), "up_proj": (mlp, hidden), "down_proj": (hidden, mlp)}
+        linear |= {f"{owner}{name}": shape for name, shape in parts.items()}
     biased = ["mlp."] * bool(text.get("mlp_bias")) + ["self_attn."] * bool(text.get("attention_bias"))
     biased += ["self_attn.q_", "self_attn.k_", "self_attn.v_"] * (kind == "qwen2")
     block: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linear.items()}
     block |= {f"{name}.bias": shape[:1] for name, shape in linear.items() if name.startswith(tuple(biased))}
     block |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-    if kind == "qwen3":
+    if kind in ("qwen3", "qwen3_moe"):
         block |= {f"self_attn.{name}_norm.weight": (head,) for name in "qk"}
     layers = range(text["num_hidden_layers"])
     return {
@@ -207,6 +217,8 @@ def shape_of(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
         if layer is not None:
             layers[layer] = layers.get(layer, 0) + size
     attention, kv, _ = _attention_sizes(text)
+    of_experts = sum(size for name, size in sizes.items() if EXPERT_NAME in name)
+    experts = experts_of(text) if of_experts else None
     return ModelShape(
         num_parameters=sum(size for name, size in sizes.items() if not (is_tied and name == HEAD_NAME)),
         layer_parameters=max(layers.values(), default=0),
@@ -216,8 +228,27 @@ def shape_of(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
         attention_size=attention,
         kv_size=2 * kv,
         is_tied=is_tied,
-        is_dense=not any(EXPERT_NAME in name for name in sizes),
+        idle_parameters=0 if experts is None else of_experts * (experts.number - experts.per_token) // experts.number,
+        experts_per_token=0 if experts is None else experts.per_token,
     )
+
+
+class Experts(NamedTuple):
+    """Experts of each layer of a mixture."""
+
+    number: int
+    per_token: int
+    """Number of them that are chosen for a token."""
+
+
+def experts_of(text: Mapping[str, Any]) -> Experts:
+    """The experts that config.json describes. Raises UnknownShapeError if it does not say them."""
+    number, per_token = text.get("num_experts") or text.get("num_local_experts"), text.get("num_experts_per_tok")
+    if not isinstance(number, int) or not isinstance(per_token, int):
+        raise UnknownShapeError(
+            f"{CONFIG_FILE} does not say num_experts, or num_local_experts, and num_experts_per_tok"
+        )
+    return Experts(number, per_token)
 
 
 def text_part(described: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""ArithmeticModelConfig -> a Hugging Face directory: a small Qwen2 trained on demonstrations of mixed quality.
+"""ArithmeticModelConfig -> a Hugging Face directory: a small Qwen2 or Qwen3-MoE, trained on mixed demonstrations.
 
 The start of the CPU demonstration: `rollout/data/arithmetic.py` gives problems, demonstrations and tokenizer, and the
 directory made here is loaded by the engines and the policy like any other model. Training takes about a minute on
@@ -15,12 +15,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rollout.data.arithmetic import TOKENS, Demonstration, demonstrations, save_tokenizer
 from rollout.data.tokenizer import load_tokenizer
@@ -35,6 +43,9 @@ FILES = ("config.json", "generation_config.json", WEIGHTS, "tokenizer.json", "to
 """Files that a complete entry holds besides the manifest."""
 HEAD_SIZE = 32
 MAX_POSITIONS = 256
+MLP_FACTOR = 4
+"""Width of a block that a token meets, in widths of the model."""
+EXPERTS_PER_TOKEN = 4
 NUM_THREADS = 1
 """A model of this size gains little from a second thread, loses six times its speed when another process holds the
 other core (OpenMP threads spin while they wait), and has the same bits on every machine with just one."""
@@ -77,7 +88,9 @@ def build_base_model(
     parts = {
         "format": FORMAT_VERSION,
         # Without what is at its default of no effect, so that a new option leaves the cached models valid.
-        "model": {key: value for key, value in asdict(model).items() if key != "calculator" or value},
+        "model": {
+            key: value for key, value in asdict(model).items() if value or key not in ("calculator", "num_experts")
+        },
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -98,25 +111,43 @@ def _deterministic() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def _new_model(model: ArithmeticModelConfig, *, pad_token_id: int, eos_token_id: int) -> Qwen2ForCausalLM:
-    """Return the untrained network, float32, on the CPU."""
+def network_config(model: ArithmeticModelConfig, *, pad_token_id: int, eos_token_id: int) -> PreTrainedConfig:
+    """The network, as its config.json describes it.
+
+    The experts that a token of a mixture meets have the size of the dense model's block. The mixture's head is not tied
+    to the embedding: SGLang has no such Qwen3-MoE.
+    """
     heads = model.hidden_size // HEAD_SIZE
-    config = Qwen2Config(
-        vocab_size=len(TOKENS),
-        hidden_size=model.hidden_size,
-        intermediate_size=4 * model.hidden_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
-        attention_dropout=0.0,
-        pad_token_id=pad_token_id,
-        eos_token_id=eos_token_id,
-        bos_token_id=None,
-        dtype="float32",
+    sizes: dict[str, Any] = {
+        "vocab_size": len(TOKENS),
+        "hidden_size": model.hidden_size,
+        "intermediate_size": MLP_FACTOR * model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": not model.num_experts,
+        "attention_dropout": 0.0,
+        "pad_token_id": pad_token_id,
+        "eos_token_id": eos_token_id,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+    if not model.num_experts:
+        return Qwen2Config(**sizes)
+    return Qwen3MoeConfig(
+        **sizes | {"head_dim": HEAD_SIZE},
+        num_experts=model.num_experts,
+        num_experts_per_tok=EXPERTS_PER_TOKEN,
+        moe_intermediate_size=MLP_FACTOR * model.hidden_size // EXPERTS_PER_TOKEN,
+        norm_topk_prob=True,
     )
-    return Qwen2ForCausalLM(config)
+
+
+def _new_model(model: ArithmeticModelConfig, *, pad_token_id: int, eos_token_id: int) -> PreTrainedModel:
+    """Return the untrained network, float32, on the CPU."""
+    config = network_config(model, pad_token_id=pad_token_id, eos_token_id=eos_token_id)
+    return Qwen3MoeForCausalLM(config) if isinstance(config, Qwen3MoeConfig) else Qwen2ForCausalLM(config)
 
 
 def collate(chosen: list[Demonstration], tokenizer: PreTrainedTokenizerBase) -> Batch:
@@ -133,7 +164,7 @@ def collate(chosen: list[Demonstration], tokenizer: PreTrainedTokenizerBase) -> 
     return Batch(token_ids=token_ids, labels=labels)
 
 
-def response_loss(network: Qwen2ForCausalLM, batch: Batch) -> torch.Tensor:
+def response_loss(network: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """Return the mean cross-entropy of the response tokens, nats, []."""
     # Padding is on the right, so causal attention alone keeps it out of every real token.
     logits = network(input_ids=batch.token_ids, use_cache=False).logits

@@ -1,8 +1,9 @@
 """config.json and generation_config.json: of a model for a directory with other weights of it, and of a new model.
 
 transformers writes what its own release made of a file. Release 5 writes the rotary embedding as `rope_parameters`
-alone; release 4 does not read that name, and takes its default base without a warning. So the files of a model are
-copied, and in the form of release 5 the names that release 4 reads stand beside the new ones.
+alone; release 4 does not read that name, and takes its default base without a warning; likewise the number of experts.
+So the files of a model are copied, and in the form of release 5 the names that release 4 reads stand beside the new
+ones.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from trainer.models.directory import CONFIG_FILE, DTYPE_KEYS, EOS_KEY, GENERATIO
 ROPE_KEY = "rope_parameters"
 THETA_KEY, PART_KEY = "rope_theta", "partial_rotary_factor"
 """Fields of `rope_parameters` that release 4 reads outside of `rope_scaling`."""
+EXPERTS_KEY = "num_experts"
+"""Release 5 writes `num_local_experts` for it, which Qwen3-MoE of release 4 does not read."""
 CODE_KEY = "auto_map"
 """Names Python files, which are not copied: whoever allows a model its code (trust_remote_code) would miss them."""
 SPECIAL_TOKEN_KEYS = ("bos_token_id", EOS_KEY, "pad_token_id")
@@ -44,7 +47,7 @@ def copy_description(source: Path, target: Path, *, dtype: torch.dtype, stop_ids
             _end_at(part, stop_ids)
     described.setdefault(DTYPE_KEYS[0], of_weights[DTYPE_KEYS[0]])
     if ROPE_KEY in described:
-        described |= _rope_of_release_4(source)
+        described |= _fields_of_release_4(source)
     _write(target / CONFIG_FILE, described, source=source / CONFIG_FILE)
     path = source / GENERATION_FILE
     generation = (
@@ -68,7 +71,7 @@ def release_4_note(directory: Path) -> str:
 def describe_for_release_4(directory: Path) -> None:
     """Add what transformers 4 reads to the files that transformers 5 has written of a new model into `directory`."""
     described = _read(directory / CONFIG_FILE)
-    described |= {DTYPE_KEYS[0]: described[DTYPE_KEYS[1]], **_rope_of_release_4(directory)}
+    described |= {DTYPE_KEYS[0]: described[DTYPE_KEYS[1]], **_fields_of_release_4(directory)}
     _write(directory / CONFIG_FILE, described)
     describe_tokenizer_for_release_4(directory)
 
@@ -94,20 +97,24 @@ def _end_at(fields: dict[str, Any], stop_ids: Sequence[int]) -> None:
         fields[EOS_KEY] = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
 
 
-def _rope_of_release_4(directory: Path) -> dict[str, Any]:
-    """The rotary embedding of the model in `directory` in the fields that transformers 4 reads.
+def _fields_of_release_4(directory: Path) -> dict[str, Any]:
+    """The rotary embedding and the number of experts of the model in `directory` in the fields that transformers 4
+    reads.
 
-    Empty if each kind of layer has another one: for this release 4 has names that differ from family to family.
+    No rotary embedding if each kind of layer has another one: for this release 4 has names that differ from family to
+    family.
     """
-    rope = getattr(AutoConfig.from_pretrained(directory, trust_remote_code=False), ROPE_KEY, None) or {}
+    found = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    experts = {EXPERTS_KEY: found.num_experts} if EXPERTS_KEY in found.attribute_map else {}
+    rope = getattr(found, ROPE_KEY, None) or {}
     if THETA_KEY not in rope:
-        return {}
+        return experts
     moved = {key: rope[key] for key in (THETA_KEY, PART_KEY) if key in rope}
     scaling = {key: value for key, value in rope.items() if key != THETA_KEY}
     if rope["rope_type"] == "longrope" and "long_factor" in rope:  # Phi-3 of release 4 refuses every other field
         scaling = {"type": "longrope"} | {key: rope[key] for key in ("short_factor", "long_factor")}
     # An explicit null, because some families scale by default.
-    return moved | {"rope_scaling": None if rope["rope_type"] == "default" else scaling}
+    return experts | moved | {"rope_scaling": None if rope["rope_type"] == "default" else scaling}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from typing import Any
 
 from algorithms.config import Problem
 from rollout.similar_file import similar_directory
+from rollout.weights.experts import EXPERT_NAME, FAMILIES
 from rollout.weights.files import INDEX_FILE, tensor_shapes
-from trainer.limits.model_shape import CONFIG_FILE, EXPERT_NAME, UnknownShapeError, layer_of, model_directory, text_part
+from trainer.limits.model_shape import CONFIG_FILE, UnknownShapeError, layer_of, model_directory, text_part
 from trainer.rundir.weights_source import ADAPTER_CONFIG
 
 HUB_TIMEOUT_S = 3.0
@@ -178,11 +179,13 @@ def _unsupported(key: str, directory: Path) -> Problem | None:
         shapes = tensor_shapes(directory)
     except (ValueError, OSError) as error:
         return problem("must hold safetensors files that can be read", f"{error}", "Copy or download the file again.")
-    if any(EXPERT_NAME in name for name in shapes):
-        return problem(
-            "must be a dense model: mixtures of experts are not supported", model.get("model_type"), "Use a dense one."
-        )
     text = text_part(model)
+    if any(EXPERT_NAME in name for name in shapes) and text.get("model_type") not in FAMILIES:
+        return problem(
+            f"must be a dense model, or a mixture of experts of one of the families {', '.join(FAMILIES)}",
+            text.get("model_type"),
+            "How others store or choose their experts is not known here.",
+        )
     expected = text.get("num_hidden_layers")
     in_files = 1 + max((layer for name in shapes if (layer := layer_of(name)) is not None), default=-1)
     if in_files and isinstance(expected, int) and in_files != expected:

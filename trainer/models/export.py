@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
@@ -34,8 +33,9 @@ from trainer.models.adapter import FILE_PREFIX, MODEL_MARK, read_adapter
 from trainer.models.description import copy_description, describe_tokenizer_for_release_4
 from trainer.models.resolve import resolve_model
 from trainer.policy.lora import adapter_spec, added, freeze_beside_adapter
-from trainer.policy.model import empty_causal_lm, names_in_files, weight_files
+from trainer.policy.model import empty_causal_lm, tensors_in_files
 from trainer.policy.shards import load_shards
+from trainer.policy.stored import StoredTensor, stored_tensors
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError
 from trainer.rundir.model_mark import model_mark
 from trainer.rundir.resume import lora_of
@@ -121,7 +121,7 @@ def _write_whole(
         model = empty_causal_lm(start)
         torch.nn.Module.to(model, dtype=dtype)  # in place
         copy_description(start, unfinished, dtype=dtype, stop_ids=stop_ids)
-        _write_weights(model, source, unfinished, max_shard_bytes=max_shard_bytes)
+        _write_weights(model, source, unfinished, as_in=stored_tensors(start), max_shard_bytes=max_shard_bytes)
         copy_tokenizer(start, unfinished)
         describe_tokenizer_for_release_4(unfinished)
 
@@ -179,15 +179,13 @@ class _Merged:
     """The weights of the model in `start` with an adapter added, which has whole matrices, named as the ranks do."""
 
     def __init__(self, start: Path, adapter: Mapping[str, Tensor], *, scale: float) -> None:
-        self._files, self._names = weight_files(start), names_in_files(start)
+        self._stored = tensors_in_files(start)
         self._adapter, self._scale = adapter, scale
 
     def fill(self, tensors: dict[str, Tensor]) -> None:
         """As that of `_Weights`."""
         for name, tensor in tensors.items():
-            stored = self._names[name]
-            with safe_open(self._files[stored], framework="pt") as file:
-                whole = file.get_tensor(stored).float()
+            whole = self._stored[name].rows(0, len(tensor)).float()
             layer = name.removesuffix(".weight")
             if (a := self._adapter.get(f"{layer}{A_ENDING}")) is not None:
                 whole += added(a, self._adapter[f"{layer}{B_ENDING}"], self._scale)
@@ -207,24 +205,47 @@ def _adapter(start: Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
     return tensors
 
 
-def _write_weights(model: PreTrainedModel, source: _Source, directory: Path, *, max_shard_bytes: int) -> None:
-    """Write the weights that `source` holds of `model`, with its dtypes, file by file."""
+def _write_weights(
+    model: PreTrainedModel,
+    source: _Source,
+    directory: Path,
+    *,
+    as_in: Mapping[str, StoredTensor],
+    max_shard_bytes: int,
+) -> None:
+    """Write the weights that `source` holds of `model`, with its dtypes, file by file, under the names that the files
+    of the model that the run started from have for them: one for each matrix of an expert."""
     stored = _stored(model)
+    names_there = {name: as_in[name].names if name in as_in else (name,) for name in stored}
     pattern = WEIGHT_FILE.replace(".", "{suffix}.", 1)
     split = split_torch_state_dict_into_shards(stored, filename_pattern=pattern, max_shard_size=max_shard_bytes)
     for file, names in split.filename_to_tensors.items():
-        _write_file({name: stored[name] for name in names}, source, directory / file)
+        _write_file({name: stored[name] for name in names}, source, directory / file, names_there)
     if split.is_sharded:
         metadata = {"total_parameters": model.num_parameters(), **split.metadata}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        places = {part: file for name, file in split.tensor_to_filename.items() for part in names_there[name]}
+        index = {"metadata": metadata, "weight_map": places}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_file(described: dict[str, Tensor], source: _Source, file: Path) -> None:
+def _write_file(
+    described: dict[str, Tensor], source: _Source, file: Path, names_there: Mapping[str, tuple[str, ...]]
+) -> None:
     """Write one file of weights; `described` are its tensors, of device meta. Nothing of it is held afterwards."""
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in described.items()}
     source.fill(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
+    written: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        parts = names_there[name]
+        written |= (
+            {parts[0]: tensor} if len(parts) == 1 else dict(zip(parts, _matrices(tensor, len(parts)), strict=True))
+        )
+    save_file(written, file, metadata={"format": "pt"})
+
+
+def _matrices(experts: Tensor, number: int) -> tuple[Tensor, ...]:
+    """The matrices of the experts of a layer [E, O, I], so many of equal size, as views."""
+    return experts.view(number, -1, experts.shape[-1]).unbind()
 
 
 def _stored(model: PreTrainedModel) -> dict[str, Tensor]:

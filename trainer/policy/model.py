@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,12 +32,10 @@ from rollout.config import DType
 from rollout.model.limits import altered_logits
 from rollout.model.onednn_linear import use_fast_products
 from rollout.weights.adapter import is_adapter, name_without_adapter, sent_name
-from rollout.weights.files import INDEX_FILE, WEIGHT_FILE, indexed_files
-from rollout.weights.files import tensor_shapes as stored_shapes
 from rollout.weights.packed_weights import ALIGNMENT, DTYPES, TensorShape, listed
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
 from trainer.policy.lora import Part, Update, fill_adapter, updates
-from trainer.rundir.sealed_directory import inside
+from trainer.policy.stored import StoredTensor, stored_tensors
 from trainer.scoring.attention import PACKED_ATTENTION, packed_attention
 from trainer.scoring.forward import ScoringModel
 
@@ -174,23 +171,24 @@ def load_rows(
 ) -> None:
     """Fill the parameters of `model`, which is sharded and without memory, with this rank's rows.
 
-    Each rank reads its own rows from the safetensors files; no rank sends any. Whatever floating-point type lies in
-    the files becomes float32, or `frozen` for a parameter that is not trained. Tied parameters stay one object.
+    Each rank reads its own rows from the safetensors files, and its own experts of a mixture; no rank sends any.
+    Whatever floating-point type lies in the files becomes float32, or `frozen` for a parameter that is not trained.
+    Tied parameters stay one object.
 
     The shards go to `device`, the host with policy.offload=parameters. `prefix` stands before the model's names in the
     files, if the model is a part of what they hold. An adapter begins as `adapter_seed` draws it. Raises ValueError if
     a parameter is not in the files, or has another shape there, and OSError if the directory holds no safetensors
     weights.
     """
-    files = {name.removeprefix(prefix): file for name, file in weight_files(path).items() if name.startswith(prefix)}
-    names, stored = _stored_names(model, files, path)
-    unused = sorted(files.keys() - {name_without_adapter(name) for aliases in names.values() for name in aliases})
+    held = stored_tensors(path, prefix)
+    names, stored = _stored_names(model, held, path)
+    unused = sorted(held.keys() - {name_without_adapter(name) for aliases in names.values() for name in aliases})
     if unused:
         logger.warning("model.path=%s: tensors that the model has no parameter for: %s", path, listed(unused))
     state = fill_adapter(model, seed=adapter_seed, device=device)
     for parameter, name in stored.items():
         dtype = torch.float32 if parameter.requires_grad else frozen
-        rows = read_shard(parameter, files[name], prefix + name, device=device, dtype=dtype)
+        rows = read_shard(parameter, held[name], device=device, dtype=dtype)
         loaded = nn.Parameter(rows, requires_grad=parameter.requires_grad)
         state |= dict.fromkeys(names[parameter], loaded)
     buffers = dict(model.named_buffers())
@@ -199,30 +197,31 @@ def load_rows(
 
 
 def _stored_names(
-    model: nn.Module, files: Collection[str], path: Path
+    model: nn.Module, held: Collection[str], path: Path
 ) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Parameter, str]]:
-    """(parameter -> its names in the model, more than one if it is tied; parameter -> its name in `files`).
+    """(parameter -> its names in the model, more than one if it is tied; parameter -> its name among those `held`).
 
     Without those of an adapter, which no file of the model holds.
 
-    Raises ValueError if a parameter is not among the tensors of the `files` in the directory `path`.
+    Raises ValueError if a parameter is not `held` by the files of the directory `path`.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not is_adapter(name):
             names.setdefault(parameter, []).append(name)
     in_files = {parameter: map(name_without_adapter, aliases) for parameter, aliases in names.items()}
-    stored = {parameter: next((name for name in found if name in files), "") for parameter, found in in_files.items()}
+    stored = {parameter: next((name for name in found if name in held), "") for parameter, found in in_files.items()}
     absent = [names[parameter][0] for parameter, name in stored.items() if not name]
     if absent:
         raise ValueError(f"model.path={path}: the safetensors files lack parameters of the model: {listed(absent)}")
     return names, stored
 
 
-def names_in_files(path: Path) -> dict[str, str]:
-    """Name of every parameter of the model in `path`, of tied ones each name -> its name in the files there."""
-    names, stored = _stored_names(empty_causal_lm(path), weight_files(path), path)
-    return {name: stored[parameter] for parameter, aliases in names.items() for name in aliases}
+def tensors_in_files(path: Path) -> dict[str, StoredTensor]:
+    """Name of every parameter of the model in `path`, of tied ones each name -> the tensor in the files there."""
+    held = stored_tensors(path)
+    names, stored = _stored_names(empty_causal_lm(path), held, path)
+    return {name: held[stored[parameter]] for parameter, aliases in names.items() for name in aliases}
 
 
 def check_files(path: Path) -> None:
@@ -231,64 +230,43 @@ def check_files(path: Path) -> None:
 
     Raises ValueError, as `load_rows` would on every rank, and what transformers raises of a config.json that is wrong.
     """
-    shapes, files = stored_shapes(path), weight_files(path)
-    names, stored = _stored_names(empty_causal_lm(path), shapes, path)
+    held = stored_tensors(path)
+    names, stored = _stored_names(empty_causal_lm(path), held, path)
     for parameter, name in stored.items():
-        if shapes[name] != parameter.shape:
-            raise ValueError(f"{path}: {name} has shape {list(shapes[name])}, the model wants {list(parameter.shape)}")
+        if (shape := held[name].shape()) != parameter.shape:
+            raise ValueError(f"{path}: {name} has shape {list(shape)}, the model wants {list(parameter.shape)}")
         for other in names[parameter]:
-            if other != name and other in files and not _same_values(files, name, other):
+            if other != name and other in held and not _same_values(held[name], held[other]):
                 tied = f"config.json ties {name} and {other}, and the files hold other values of each"
                 raise ValueError(f"{path}: {tied}. transformers 5 keeps them apart: tie_word_embeddings=false says so")
 
 
-def _same_values(files: Mapping[str, Path], name: str, other: str) -> bool:
-    """True if the `files` hold the same matrix under two names; a part of it is in memory at a time."""
-    with safe_open(files[name], framework="pt") as first, safe_open(files[other], framework="pt") as second:
-        one, two = first.get_slice(name), second.get_slice(other)
-        parts = range(0, one.get_shape()[0], COMPARED_ROWS)
-        return one.get_shape() == two.get_shape() and all(
-            torch.equal(one[at : at + COMPARED_ROWS].float(), two[at : at + COMPARED_ROWS].float()) for at in parts
-        )
+def _same_values(one: StoredTensor, two: StoredTensor) -> bool:
+    """True if two names in the files hold the same matrix; a part of it is in memory at a time."""
+    if (shape := one.shape()) != two.shape():
+        return False
+    ends = [(at, min(at + COMPARED_ROWS, shape[0])) for at in range(0, shape[0], COMPARED_ROWS)]
+    return all(torch.equal(one.rows(*each).float(), two.rows(*each).float()) for each in ends)
 
 
 def read_shard(
-    parameter: nn.Parameter, file: Path, name: str, *, device: torch.device, dtype: torch.dtype = torch.float32
+    parameter: nn.Parameter, stored: StoredTensor, *, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> DTensor:
-    """This rank's rows of tensor `name` in `file`, as `dtype`, placed as `parameter` (a DTensor sharded by rows) is."""
+    """This rank's rows of a tensor, as `dtype`, placed as `parameter` (a DTensor sharded by rows) is."""
     if not isinstance(parameter.data, DTensor) or parameter.data.placements != (Shard(0),):
-        raise TypeError(f"{name} is not sharded by rows over one mesh dimension")
+        raise TypeError(f"{stored.origin} is not sharded by rows over one mesh dimension")
     whole = parameter.data
     start, stop = own_rows(whole)
     local = torch.empty((stop - start, *whole.shape[1:]), dtype=dtype, device=device)
-    with safe_open(file, framework="pt") as tensors:
-        view = tensors.get_slice(name)
-        if tuple(view.get_shape()) != tuple(whole.shape):
-            raise ValueError(f"{file}: {name} has shape {view.get_shape()}, the model wants {list(whole.shape)}")
-        if stop > start:
-            rows: Tensor = view[start:stop]
-            local.copy_(rows)
-            if not torch.isfinite(local).all():
-                raise ValueError(
-                    f"{file}: {name} holds numbers that are not finite: name another model, or copy the file again"
-                )
+    if (shape := stored.shape()) != whole.shape:
+        raise ValueError(f"{stored.origin} has shape {list(shape)}, the model wants {list(whole.shape)}")
+    if stop > start:
+        local.copy_(stored.rows(start, stop))
+        if not torch.isfinite(local).all():
+            raise ValueError(
+                f"{stored.origin} holds numbers that are not finite: name another model, or copy the file again"
+            )
     return with_local_part(whole, local)
-
-
-def weight_files(path: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file of the directory that holds it.
-
-    As with transformers, the index says which files are read, not what is in them. Raises OSError if there is none, and
-    ValueError if the index names a file outside the directory.
-    """
-    files = [inside(path, name) for name in sorted(set(indexed_files(path).values()))]
-    if not files and not (path / WEIGHT_FILE).is_file():
-        raise FileNotFoundError(f"model.path={path} has neither {WEIGHT_FILE} nor {INDEX_FILE}")
-    found: dict[str, Path] = {}
-    for file in files or [path / WEIGHT_FILE]:
-        with safe_open(file, framework="pt") as tensors:
-            found |= dict.fromkeys(tensors.keys(), file)
-    return found
 
 
 def tensor_shapes(model: ScoringModel, part: Part = Part.whole) -> list[TensorShape]:

@@ -70,9 +70,6 @@ def look_at_hardware(model_path: Path, policy: PolicyGroup, lora: LoraConfig) ->
         shape = directory_shape(model_path)
         if lora.rank:
             adapter = adapter_parameters(stored_linear_shapes(model_path), lora)
-        if not shape.is_dense:
-            logger.warning("a mixture of experts has no floors here: a token meets only some of its parameters")
-            shape = None
         of_rank, of_engine = policy.ceilings()
     except (UnknownShapeError, WorkerError) as error:
         logger.warning("no fractions of the hardware's limits in this run: %s", error)

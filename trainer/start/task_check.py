@@ -21,6 +21,7 @@ from rollout.processes.custom_code import is_custom
 from rollout.rewards import judgement, try_reward
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from rollout.types import Prompt
+from rollout.weights.experts import FAMILIES
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig, ModelConfig
 from trainer.limits.adapter_shape import chosen_layers, linear_shapes
@@ -133,6 +134,13 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
         elif found is not None:
             yield from _context_problems(config, found)
             yield from _exact_problems(config, found)
+            if rule := config.rollout.model_rule(text_part(described(found))):
+                yield Problem(
+                    key="model.path",
+                    rule=f"must {rule}",
+                    value=config.model.path,
+                    remedy="Use another model, or rollout=torch.",
+                )
         return
     try:
         cache = default_cache_dir()
@@ -149,8 +157,12 @@ def _exact_problems(config: TrainConfig, directory: Path) -> Iterator[Problem]:
 
     What else a model has is found when the ranks and the engines load it.
     """
-    activation = described(directory).get("hidden_act", EXACT_ACTIVATION)
-    if config.rollout.exact and activation != EXACT_ACTIVATION:
+    model = text_part(described(directory))
+    activation = model.get("hidden_act", EXACT_ACTIVATION)
+    if config.rollout.exact and model.get("model_type") in FAMILIES:
+        rule = "must be false for a mixture of experts: exact arithmetic has dense layers only"
+        yield config.broken("rollout.exact", rule, f"model.path={directory}. Use another model.")
+    elif config.rollout.exact and activation != EXACT_ACTIVATION:
         rule = f"must be false for a model with hidden_act={activation}: exact arithmetic has {EXACT_ACTIVATION}"
         yield config.broken("rollout.exact", rule, f"model.path={directory}. Use another model.")
 

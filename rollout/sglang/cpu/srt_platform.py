@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 _SEED_HOOK_TARGET = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+_SHARED_EXPERT_HOOK_TARGET = "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul"
 _LAST_SLOT_HOOK_TARGET = "sglang.srt.mem_cache.allocation.get_last_loc"
 
 
@@ -63,8 +64,10 @@ class ParityCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def init_backend(self) -> None:
         """Install hooks, attention and sampler; SGLang calls this once per worker, after the hooks of plugins."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         register_attention_backend(ATTENTION_BACKEND)(_make_attention)
+        HookRegistry.register(_SHARED_EXPERT_HOOK_TARGET, gate_shared_expert, HookType.REPLACE, source=_source())
         install_exact()
 
 
@@ -72,15 +75,21 @@ def install_exact() -> None:
     """Register the exact attention, the seeded sampler and its hooks. On a GPU `rollout/sglang/launch.py` calls it for
     rollout.exact=true, in every process of the server: not yet run on a GPU."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_attention_backend(EXACT_ATTENTION_BACKEND)(_make_exact_attention)
     # SGLang forces sampling_backend=pytorch on a CPU, so the seeded sampler is registered under that name.
     _register_sampler()
-    source = HookSource(plugin_name=PLATFORM_NAME, dist_name="parity-rl")
-    HookRegistry.register(_SEED_HOOK_TARGET, attach_seeds, HookType.AFTER, source=source)
-    HookRegistry.register(_LAST_SLOT_HOOK_TARGET, last_slots, HookType.REPLACE, source=source)
+    HookRegistry.register(_SEED_HOOK_TARGET, attach_seeds, HookType.AFTER, source=_source())
+    HookRegistry.register(_LAST_SLOT_HOOK_TARGET, last_slots, HookType.REPLACE, source=_source())
     HookRegistry.apply_hooks()
+
+
+def _source() -> Any:
+    """Whose hooks these are, for SGLang's log."""
+    from sglang.srt.plugins.hook_registry import HookSource
+
+    return HookSource(plugin_name=PLATFORM_NAME, dist_name="parity-rl")
 
 
 def attach_seeds(info: SamplingBatchInfo, _cls: type, batch: ScheduleBatch, *_args: Any, **_kwargs: Any) -> None:
@@ -91,6 +100,21 @@ def attach_seeds(info: SamplingBatchInfo, _cls: type, batch: ScheduleBatch, *_ar
     info.sampling_seed = torch.tensor(
         [request.sampling_params.sampling_seed or 0 for request in batch.reqs], dtype=torch.int64, device=batch.device
     )
+
+
+def gate_shared_expert(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    do_add: bool,
+) -> None:
+    """Write what the shared expert of a layer adds, [T, H], to `output`, or add it: sigmoid(hidden states @ gate) times
+    `shared_output`, in float32. SGLang has a Triton kernel for it alone."""
+    gate = torch.sigmoid(hidden_states.float() @ gate_weight.float())[:, None]
+    gated = gate * shared_output.float()
+    output.copy_(gated + output if do_add else gated)
 
 
 def last_slots(req_to_token: torch.Tensor, requests: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
