@@ -38,7 +38,7 @@ from rollout.config import DType
 from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.torch.kv_cache import Prefill, Step
-from rollout.torch.model import Decoder
+from rollout.torch.model import Decoder, Read
 from rollout.types import GenerateRequest, Generation, SamplingParams
 from trainer.batch.packing import micro_batch
 from trainer.limits.ceilings import find_ceilings
@@ -113,15 +113,15 @@ class CountedDecoder:
     def restart(self) -> None:
         self._last, self.steps = time.perf_counter(), []
 
-    def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill) -> Tensor:
-        return self._decoder.prefill(token_ids, lengths, forward)
+    def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill, *, with_routes: bool = False) -> Read:
+        return self._decoder.prefill(token_ids, lengths, forward, with_routes=with_routes)
 
-    def step(self, tokens: Tensor, positions: Tensor, forward: Step) -> Tensor:
-        logits = self._decoder.step(tokens, positions, forward)
+    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, with_routes: bool = False) -> Read:
+        read = self._decoder.step(tokens, positions, forward, with_routes=with_routes)
         now = time.perf_counter()
         self.steps.append((now - self._last, len(tokens)))
         self._last = now
-        return logits
+        return read
 
 
 def count_steps(engine: TorchEngine) -> CountedDecoder:

@@ -22,7 +22,7 @@ from rollout.collect.requests import make_sample
 from rollout.config import DType, Quantization
 from rollout.torch.decoding import Batch
 from rollout.torch.kv_cache import SLOT_ATTENTION, Step
-from rollout.torch.model import Decoder
+from rollout.torch.model import Decoder, Read
 from rollout.types import FinishReason, GenerateRequest, Sample, SamplingParams
 from rollout.weights.packed_weights import DTYPES
 from rollout.weights.quantization import on_grid, round_inputs
@@ -211,8 +211,8 @@ class _Shifted(Decoder):
 
     gap = 1
 
-    def step(self, tokens: Tensor, positions: Tensor, forward: Step) -> Tensor:
-        return super().step(tokens, positions + self.gap, forward)
+    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, with_routes: bool = False) -> Read:
+        return super().step(tokens, positions + self.gap, forward, with_routes=with_routes)
 
 
 class _HalfHead(nn.Module):

@@ -99,6 +99,11 @@ class EngineConfig(Checked):
         return self.gpus_per_engine / self.tp_size
 
     @property
+    def returns_routes(self) -> bool:
+        """True if the engines can return the experts that they chose for each token of a mixture."""
+        return False
+
+    @property
     def takes_quantized(self) -> bool:
         """True if the engines load 8-bit values and scales; other engines load dequantised weights in `dtype`."""
         return False

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from rollout import routes
 from rollout.config import EngineConfig
 from rollout.supports import joined
 from rollout.types import (
@@ -42,6 +43,8 @@ class EngineNeeds:
     """Tokens that the engine must be able to hold, because the one before it could; None leaves it to the engine."""
     adapter: AdapterSpec | None = None
     """The adapter that the engine gets beside the weights; None if it gets all weights."""
+    with_routes: bool = False
+    """True if the engine must be able to return routes."""
     num_requests: int = 0
     """Requests that the engine gets for a step, if all engines get as many."""
 
@@ -257,6 +260,7 @@ def continuation(request: GenerateRequest) -> GenerateRequest:
         prompt_token_ids=[*request.prompt_token_ids, *begun.token_ids],
         sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(begun.token_ids)),
         resumed=None,
+        first_route=request.first_route + (0 if begun.routes is None else len(begun.routes)),
     )
 
 
@@ -273,6 +277,7 @@ def whole_response(request: GenerateRequest, rest: Generation) -> Generation:
         finish_reason=rest.finish_reason,
         shared_prompt_tokens=min(rest.shared_prompt_tokens, len(request.prompt_token_ids)),
         supports=joined([begun.supports_or_empty, rest.supports_or_empty]) if request.sampling.with_supports else None,
+        routes=routes.joined([begun.routes, rest.routes]) if request.sampling.with_routes else None,
     )
 
 

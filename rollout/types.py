@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import Quantization
+from rollout.routes import Routes
 from rollout.supports import Supports, no_supports
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class SamplingParams:
     """Smallest probability of a token that is drawn, as a share of the largest one; 0 for all."""
     with_supports: bool = False
     """True if the engine returns the support of every token: training needs it for truncated sampling."""
+    with_routes: bool = False
+    """True if the engine returns the routes of the tokens that it reads: training replays them."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, including the tokenizer's end-of-sequence token."""
 
@@ -94,6 +97,8 @@ class GenerateRequest:
     """Sampling parameters; `max_new_tokens` bounds the whole response, the tokens of `resumed` included."""
     resumed: Generation | None = None
     """First part of a response that was aborted before; the engine samples the rest. None for a new response."""
+    first_route: int = 0
+    """Number of tokens at the beginning of the prompt whose routes are known: the engine returns those that follow."""
     answer: str = ""
     """The reference answer, for rollout functions; engines ignore it."""
     row: dict[str, Any] = field(default_factory=dict)
@@ -124,6 +129,9 @@ class Generation:
     """Tokens of the prompt that the engine did not compute for this response, because another one has the same."""
     supports: Supports | None = None
     """[R] the support of each token, where the request asks for it."""
+    routes: Routes | None = None
+    """Routes of the tokens from `first_route` of the request to the last but one of the response, where the request
+    asks for them; each as it was when its token was first read. None without a token."""
 
     @property
     def supports_or_empty(self) -> Supports:
@@ -181,6 +189,9 @@ class Sample:
     """Further numbers that a reward function of the user returned, by their key in its dict."""
     supports: Supports | None = None
     """[T] the support of each token, of size 0 off the mask; None if all tokens come from the whole vocabulary."""
+    routes: Routes | None = None
+    """Routes of the first tokens, as far as the one before the last sampled token; None if the trainer chooses the
+    experts."""
 
     def __post_init__(self) -> None:
         """Convert sequences of numbers to arrays. Raises ValueError for a sample that cannot be trained on."""
@@ -209,6 +220,9 @@ class Sample:
             )
         if self.supports is not None and (problem := self.supports.problem(self.token_ids, self.response_mask)):
             raise ValueError(f"sample {self.prompt_id}/{self.sample_index}: {problem}")
+        if self.routes is not None and not self.num_read <= len(self.routes) <= len(self.token_ids):
+            where = f"sample {self.prompt_id}/{self.sample_index}"
+            raise ValueError(f"{where}: {len(self.routes)} routes, and {self.num_read} tokens before the last one")
 
     def __eq__(self, other: object) -> bool:
         """True if all fields are equal, number by number."""
@@ -224,6 +238,11 @@ class Sample:
     def num_prompt_tokens(self) -> int:
         """Number of tokens before the first sampled token."""
         return int(self.response_mask.argmax())
+
+    @property
+    def num_read(self) -> int:
+        """Number of tokens before the last sampled token, from which all sampled ones are predicted."""
+        return int(np.flatnonzero(self.response_mask)[-1]) if self.response_mask.any() else 0
 
     @property
     def response_versions(self) -> NDArray[np.int64]:

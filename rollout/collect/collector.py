@@ -55,6 +55,8 @@ class CollectPlan:
     max_lag_steps: int = 0
     """Maximum lag, in steps, of the weights that sampled a token behind the weights at the start of the step."""
     unfinished: UnfinishedGroups = UnfinishedGroups.drop
+    with_routes: bool = False
+    """True if the engines return the routes of the tokens."""
     past_end: int | None = None
     """Token with which the chat template ends an answer, if no response ends there."""
 
@@ -244,7 +246,12 @@ class Collector:
             prompt_token_ids=prompt.token_ids,
             answer=prompt.answer,
             row=prompt.row,
-            sampling=sampling_params(self._sampling, seed=seed, stop_token_ids=self._plan.stop_token_ids),
+            sampling=sampling_params(
+                self._sampling,
+                seed=seed,
+                stop_token_ids=self._plan.stop_token_ids,
+                with_routes=self._plan.with_routes,
+            ),
         )
 
     # ---------------------------------------------------------------- admission

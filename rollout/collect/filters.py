@@ -28,6 +28,7 @@ class InvalidReason(Enum):
     wrong_length = "as many log-probs and versions as tokens are needed"
     bad_logprob = "a log-prob was NaN, infinite or positive"
     lost_resumed = "the response does not begin with the tokens that were resumed"
+    bad_routes = "the engine did not return the experts that it chose for every token it read"
     bad_support = "the engine did not return what truncation kept, or a token is not part of it"
 
 
@@ -64,7 +65,21 @@ def invalid_reason(
         found = InvalidReason.lost_resumed
     elif request.sampling.with_supports and not _has_supports(generation):
         found = InvalidReason.bad_support
+    elif request.sampling.with_routes and not _has_routes(request, generation):
+        found = InvalidReason.bad_routes
     return found
+
+
+def _has_routes(request: GenerateRequest, generation: Generation) -> bool:
+    """True if every token of prompt and response but the last sampled one, and those shown after it, has a route."""
+    known = request.first_route + (0 if generation.routes is None else len(generation.routes))
+    return known >= len(request.prompt_token_ids) + _last_sampled(generation)
+
+
+def _last_sampled(generation: Generation) -> int:
+    """Index of the last token of the response that the model sampled."""
+    last = len(generation.token_ids) - 1
+    return last if generation.sampled is None else last - generation.sampled[::-1].index(True)
 
 
 def _has_supports(generation: Generation) -> bool:

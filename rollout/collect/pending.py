@@ -15,6 +15,7 @@ from typing import NotRequired, TypedDict
 
 import numpy as np
 
+from rollout.routes import Routes, from_bytes
 from rollout.supports import Supports
 from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, Sample, SampleGroup
 
@@ -99,6 +100,8 @@ class ResponseState(TypedDict):
     all."""
     supports: NotRequired[list[str] | None]
     """Sizes [R] and token ids [K] of the supports, encoded like `tokens`; None or absent without truncation."""
+    routes: NotRequired[tuple[list[int], str] | None]
+    """Shape [N, L, K] and numbers of the experts, encoded like `tokens`; None or absent without routes."""
     ended: str | None
     """The finish reason; None while the response is unfinished."""
     valid: bool
@@ -175,6 +178,7 @@ def _pack(response: PendingResponse) -> ResponseState:
         versions=[[version, len(list(run))] for version, run in groupby(versions)],
         sampled=None if sampled is None else _text(np.asarray(sampled, dtype="?")),
         supports=None if supports is None else [_text(supports.sizes), _text(supports.token_ids)],
+        routes=None if so_far is None or so_far.routes is None else _packed_routes(so_far.routes),
         ended=None if ended is None else ended.finish_reason.value,
         valid=response.sample is not None,
     )
@@ -182,7 +186,7 @@ def _pack(response: PendingResponse) -> ResponseState:
 
 def _unpack(state: ResponseState, request: GenerateRequest) -> PendingResponse:
     ended, logprobs = state["ended"], state["logprobs"]
-    sampled, supports = state.get("sampled"), state.get("supports")
+    sampled, supports, routes = state.get("sampled"), state.get("supports"), state.get("routes")
     generation = Generation(
         token_ids=_numbers(state["tokens"], "<i4").tolist(),
         logprobs=None if logprobs is None else _numbers(logprobs, "<f8").tolist(),
@@ -190,6 +194,7 @@ def _unpack(state: ResponseState, request: GenerateRequest) -> PendingResponse:
         finish_reason=FinishReason.abort if ended is None else FinishReason(ended),
         sampled=None if sampled is None else _numbers(sampled, "?").tolist(),
         supports=None if supports is None else Supports(*(_numbers(text, "<i4") for text in supports)),
+        routes=None if routes is None else from_bytes(base64.b64decode(routes[1]), tuple(routes[0])),
     )
     room = request.sampling.max_new_tokens - len(generation.token_ids)
     if ended is not None and room >= 0:
@@ -197,6 +202,11 @@ def _unpack(state: ResponseState, request: GenerateRequest) -> PendingResponse:
     if ended is None and generation.token_ids and room > 0:
         request.resumed = generation
     return PendingResponse(request=request)
+
+
+def _packed_routes(routes: Routes) -> tuple[list[int], str]:
+    whole = routes.whole()
+    return list(whole.shape), _text(whole)
 
 
 def _text(values: np.ndarray) -> str:

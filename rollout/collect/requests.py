@@ -72,10 +72,13 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
         token_versions=np.where(mask, versions, 0),
         finish_reason=generation.finish_reason,
         supports=supports,
+        routes=generation.routes,
     )
 
 
-def sampling_params(config: SamplingConfig, *, seed: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+def sampling_params(
+    config: SamplingConfig, *, seed: int, stop_token_ids: tuple[int, ...], with_routes: bool = False
+) -> SamplingParams:
     """Sampling parameters of one training response."""
     return SamplingParams(
         temperature=config.temperature,
@@ -85,5 +88,6 @@ def sampling_params(config: SamplingConfig, *, seed: int, stop_token_ids: tuple[
         top_k=config.top_k,
         min_p=config.min_p,
         with_supports=config.is_truncated,
+        with_routes=with_routes,
         stop_token_ids=stop_token_ids,
     )

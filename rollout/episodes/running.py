@@ -12,6 +12,8 @@ from typing import Any
 
 import xxhash
 
+from rollout import routes
+from rollout.routes import Routes
 from rollout.supports import Supports, joined, no_supports
 from rollout.types import FinishReason, GenerateRequest, Generation
 from rollout.user_code.pool import Asked
@@ -63,6 +65,8 @@ class RunningEpisode:
     sampled: list[bool] = field(default_factory=list)
     supports: list[Supports] = field(default_factory=list)
     """Supports of the tokens of each turn, and of those that the model was shown, in their order."""
+    routes: list[Routes] = field(default_factory=list)
+    """Routes of the tokens that were read for each turn first, in their order."""
     num_turns: int = 0
     """Turns that the rollout function has got."""
     shared_prompt_tokens: int = 0
@@ -94,6 +98,7 @@ class RunningEpisode:
         return replace(
             request,
             prompt_token_ids=[*request.prompt_token_ids, *self.token_ids, *unseen],
+            first_route=sum(map(len, self.routes)) + sum(len(part.routes or ()) for part in self.unseen),
             sampling=replace(
                 sampling,
                 max_new_tokens=min(wish.max_new_tokens, self.tokens_left),
@@ -116,6 +121,8 @@ class RunningEpisode:
         self.token_versions += generation.token_versions
         self.sampled += [True] * len(generation.token_ids)
         self.supports.append(generation.supports_or_empty)
+        if generation.routes is not None:
+            self.routes.append(generation.routes)
         known = self.logprobs is not None and generation.logprobs is not None
         self.logprobs = [*(self.logprobs or ()), *(generation.logprobs or ())] if known else None
         if self.last is FinishReason.failed:  # the first turn
@@ -144,6 +151,7 @@ class RunningEpisode:
             sampled=self.sampled,
             shared_prompt_tokens=self.shared_prompt_tokens,
             supports=joined(self.supports) if self.request.sampling.with_supports else None,
+            routes=routes.joined(self.routes) if self.request.sampling.with_routes else None,
         )
 
 

@@ -99,6 +99,10 @@ class SGLangConfig(EngineConfig):
         return size if isinstance(size, int) and size > 0 else 1
 
     @property
+    def returns_routes(self) -> bool:
+        return not self.servers  # Parity repairs the routes of retracted requests in the servers that it starts
+
+    @property
     def takes_quantized(self) -> bool:
         return self.gpus_per_engine > 0 and self.quantization in (Quantization.fp8, Quantization.int8)
 
@@ -215,6 +219,8 @@ class SGLangConfig(EngineConfig):
             return "have a head of its own with rollout=sglang, whose mixtures tie none (tie_word_embeddings)"
         if model["model_type"] == "olmoe" and model.get("norm_topk_prob"):
             return "have norm_topk_prob=false with rollout=sglang, whose OLMoE weighs experts so"
+        if self.engine_args.get("enable_hierarchical_cache"):
+            return "be dense with engine_args.enable_hierarchical_cache, which loses the routes of tokens"
         if self.takes_quantized:
             return (
                 f"be dense with rollout.quantization={self.quantization.name} on a GPU: experts are not quantised yet"

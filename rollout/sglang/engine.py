@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from rollout.engine import (
     request_problem,
     whole_response,
 )
+from rollout.routes import Routes, joined
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.external import ExternalServer
 from rollout.sglang.fusing import plan_fusion
@@ -38,13 +39,13 @@ from rollout.sglang.installation import check_installation, server_args, server_
 from rollout.sglang.loader import LOADER
 from rollout.sglang.options import PauseMode
 from rollout.sglang.quantized import engine_quantization, sent_names
-from rollout.sglang.replies import ReplyError, body_of, generation_of, parse_version
+from rollout.sglang.replies import START, ReplyError, body_of, generation_of, parse_version, routes_of
 from rollout.sglang.request_stream import Answer, Job, RequestStream, window_of
 from rollout.sglang.server import SGLangServer
 from rollout.sglang.weight_update import ADAPTER_NAME, CACHE_TAGS, WEIGHT_TAGS, WeightUpdate
 from rollout.types import Completion, GenerateRequest, PackedWeights
 from rollout.weights.adapter import A_SENT, B_SENT
-from rollout.weights.experts import sources
+from rollout.weights.experts import Mixture, mixture_of, sources
 from rollout.weights.files import tensor_shapes
 from rollout.weights.packed_weights import DTYPES, check_weights
 
@@ -94,6 +95,8 @@ class SGLangEngine(Engine):
         self._weights: WeightUpdate
         self._context_length = 0
         self._vocab_size = 0
+        self._mixture: Mixture | None = None
+        self._num_layers = 0
         self._cache_tokens = self._needs.cache_tokens
         """Tokens whose keys and values the server can hold, as it, or one before it, reports them."""
         self._version = 0
@@ -382,6 +385,7 @@ class SGLangEngine(Engine):
         except (LayoutError, OSError, SafetensorError) as error:
             raise EngineError(f"{self._name} start: {model_path}: {error}") from error
         self._vocab_size = hf_config["vocab_size"]
+        self._mixture, self._num_layers = mixture_of(hf_config), hf_config["num_hidden_layers"]
         self._context_length = info["max_req_input_len"] + CONTEXT_MARGIN
         return str(info.get("version", "of unknown release"))
 
@@ -416,11 +420,27 @@ class SGLangEngine(Engine):
                 sent_version=job.version,
                 newest_version=self._newest_version,
             )
+            rest.routes = self._routes(job, reply.get("meta_info") or {}, len(rest.token_ids))
         except ReplyError as error:
             self._stream("generate").drop()
             where = f"prompt {job.request.prompt_id}/{job.request.sample_index}"
             raise EngineError(f"{self._name} generate, {where}: {error}") from error
         return Completion(job.ticket, whole_response(job.request, rest))
+
+    def _routes(self, job: Job, meta: Mapping[str, Any], num_tokens: int) -> Routes | None:
+        """The routes of the rest of a response with `num_tokens`. Raises ReplyError."""
+        mixture, own = self._mixture, meta.get("routed_experts")
+        if not job.request.sampling.with_routes or not num_tokens or mixture is None or own is None:
+            return None
+
+        def decoded(text: str, first: int, end: int) -> Routes:
+            shape = (end - first, self._num_layers, mixture.per_token)
+            return routes_of(text, shape, num_experts=mixture.number)
+
+        last = len(job.body["input_ids"]) + num_tokens - 1
+        if (reading := job.reading) is not None and reading.routes is None:
+            reading.routes = decoded(reading.text, reading.first, reading.end)
+        return joined([None if reading is None else reading.routes, decoded(own, job.body[START], last)])
 
 
 def _maps_memory(client: SGLangClient, info: dict[str, Any]) -> bool:

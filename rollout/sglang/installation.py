@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.config import Quantization
 from rollout.engine import EngineError, EngineNeeds
 from rollout.processes.gpu_host import listed
+from rollout.sglang import routed_server
 from rollout.sglang.adapter_server import ACTIVE, NUM_SLOTS
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, EXACT_ATTENTION_BACKEND, EXACT_VARIABLE, PLATFORM_NAME
 from rollout.sglang.cuda_host import cuda_environment, engine_lacks
@@ -111,6 +112,7 @@ def server_environment(
         # FastAPI prints dozens of warnings about SGLang's route names.
         "PYTHONWARNINGS": "ignore::UserWarning",
         ACTIVE: "0" if needs.adapter is None else "1",
+        routed_server.ACTIVE: "1" if needs.with_routes else "0",
     }
     if device == "cpu":
         environment |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
@@ -207,6 +209,7 @@ def server_args(
         **(EXACT_SERVER_ARGS if config.exact else {}),
         **quantized_server_args(quantization),
         **adapter_args(needs.adapter),
+        **({"enable_return_routed_experts": True} if needs.with_routes else {}),
         "custom_weight_loader": [LOADER],
         "device": device,
         "dtype": config.dtype.value,

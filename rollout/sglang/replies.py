@@ -7,12 +7,21 @@ drops and counts it.
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from rollout.routes import Routes, from_bytes
 from rollout.supports import supports_of
 from rollout.types import FinishReason, GenerateRequest, Generation
+
+BACKEND_REMEDY = (
+    "some of SGLang's kernels choose experts where it does not see it: set "
+    "+rollout.engine_args.moe_runner_backend=triton, or policy.routing=live"
+)
+START = "routed_experts_start_len"
+"""Number of the first token of which SGLang returns the route."""
 
 
 class ReplyError(ValueError):
@@ -39,6 +48,7 @@ def body_of(request: GenerateRequest, *, adapter: str | None = None) -> dict[str
             "sampling_seed": sampling.seed,
         },
         **({"return_sampling_mask": True} if sampling.with_supports else {}),
+        **({"return_routed_experts": True, START: request.first_route} if sampling.with_routes else {}),
     }
 
 
@@ -86,6 +96,17 @@ def generation_of(
         shared_prompt_tokens=int(meta.get("cached_tokens") or 0),
         supports=supports,
     )
+
+
+def routes_of(text: str, shape: tuple[int, int, int], *, num_experts: int) -> Routes:
+    """The routes of SGLang's `text`, of this shape [N, L, K]. Raises ReplyError if they are none."""
+    try:
+        routes = from_bytes(base64.b64decode(text), shape)
+    except ValueError as error:
+        raise ReplyError(f"routed_experts: {error}") from error
+    if problem := routes.problem(num_experts):
+        raise ReplyError(f"routed_experts: {problem}; {BACKEND_REMEDY}")
+    return routes
 
 
 def parse_version(reported: object) -> int:

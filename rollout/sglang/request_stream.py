@@ -28,7 +28,9 @@ import aiohttp
 
 from rollout.engine import ABORT_TIMEOUT_S
 from rollout.processes.busy_clock import BusyClock
+from rollout.routes import Routes
 from rollout.sglang.client import ClientError, SGLangClient
+from rollout.sglang.replies import START
 from rollout.types import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,22 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(kw_only=True, slots=True)
+class Reading:
+    """The routes of a prompt that several jobs share, but that of its last token, which each job returns."""
+
+    text: str
+    """As the server returns them."""
+    first: int
+    """Token that they begin with."""
+    end: int
+    """Token that they end before."""
+    version: int
+    """Policy version of the engine when the prompt was read."""
+    routes: Routes | None = None
+    """The same, once a job has needed them."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Job:
     """One request to the server."""
 
@@ -77,6 +95,8 @@ class Job:
     abort_sent_at: float = 0.0
     is_repeated: bool = False
     """True if the request was sent before, and its connection was lost without an answer."""
+    reading: Reading | None = None
+    """What the server returned when it read the prompt for several jobs."""
 
 
 class Answer(NamedTuple):
@@ -274,7 +294,13 @@ class RequestStream:
         sampling = {**body["sampling_params"], "max_new_tokens": 0}
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._generate({**body, "sampling_params": sampling, "return_logprob": False}, self._session)
+                reply = await self._generate(
+                    {**body, "sampling_params": sampling, "return_logprob": False}, self._session
+                )
+            if text := (reply.get("meta_info") or {}).get("routed_experts"):
+                reading = Reading(text=text, first=body[START], end=len(body["input_ids"]) - 1, version=self.version)
+                for job in group:
+                    job.reading = reading
         except Exception as error:  # whatever it is: nobody looks at this task, and its jobs must not hang
             logger.info("a prompt of %d tokens was not read in advance: %s", len(body["input_ids"]), error)
         task = asyncio.current_task()
@@ -298,6 +324,10 @@ class RequestStream:
         while self._waiting and self._has_room(self._waiting[0]) and self._held_since is None:
             job = self._waiting.popleft()
             job.sent_at, job.version = time.monotonic(), self.version
+            if job.reading is not None and job.reading.version == self.version:
+                job.body = {**job.body, START: job.reading.end}
+            else:  # the prompt will be computed with other weights
+                job.reading = None
             self._sent[job.ticket] = job
             job.task = self._loop.create_task(self._serve(job))
 
@@ -353,6 +383,8 @@ class RequestStream:
         elif self._sent.pop(job.ticket, None) is not None:
             logger.info("%s; the request is sent again", cause)
             job.is_repeated, job.rid = True, secrets.token_hex(16)
+            if job.reading is not None:
+                job.body, job.reading = {**job.body, START: job.reading.first}, None
             self._waiting.appendleft(job)  # while weights are replaced it waits like others
             self._send()
 

@@ -24,6 +24,10 @@ class TorchEngineConfig(EngineConfig):
     def max_running(self) -> int | None:
         return self.max_batch_size
 
+    @property
+    def returns_routes(self) -> bool:
+        return True
+
     def build(self, setup: EngineSetup) -> Engine:
         from rollout.torch.engine import TorchEngine
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from algorithms.truncation import CUT_LOGIT, kept_tokens
 from rollout.engine import aborted, whole_response
+from rollout.routes import Numbers, Routes
 from rollout.supports import supports_of
 from rollout.torch.kv_cache import KVSlots
 from rollout.torch.model import Decoder
@@ -105,8 +106,26 @@ class _Sequence:
     """Policy versions of the tokens sampled here."""
     supports: list[NDArray[np.int32]] = field(default_factory=list)
     """Supports of the tokens sampled here, if the request asks for them."""
+    routes: list[Numbers] = field(default_factory=list)
+    """Routes of the tokens from `first_route` on, each [n, L, K], if the request asks for them."""
     shared_tokens: int = 0
     """Tokens of its prompt, if they were read for another sequence."""
+
+    @property
+    def first_route(self) -> int:
+        """The first token whose route is not known before this request."""
+        begun = self.request.resumed
+        return self.request.first_route + (0 if begun is None or begun.routes is None else len(begun.routes))
+
+    def known_routes(self) -> Routes:
+        """Routes of the tokens from which those of the response so far were predicted."""
+        found, left = [], self.length - 1 - self.first_route
+        for part in self.routes:
+            if left > 0:
+                found.append(part[:left] if len(part) > left else part)
+            left -= len(part)
+        # The first may be shared; the others are of one token each.
+        return Routes((*found[:1], np.concatenate(found[1:])) if len(found) > 2 else tuple(found))
 
     @property
     def text(self) -> list[int]:
@@ -135,6 +154,7 @@ class _Sequence:
             finish_reason=reason,
             shared_prompt_tokens=self.shared_tokens,
             supports=supports_of(self.supports) if self.request.sampling.with_supports else None,
+            routes=self.known_routes() if self.request.sampling.with_routes else None,
         )
         return Completion(self.ticket, whole_response(self.request, rest))
 
@@ -201,6 +221,8 @@ class Batch:
         """Continue with other weights: every sequence is read again with them, and keeps its log-probs so far."""
         self._decoder, self._version = decoder, policy_version
         self._logits = None
+        for sequence in self._sequences:
+            sequence.routes = list(sequence.known_routes().parts)  # the newest token is read again for the next one
         if self._sequences:
             self._logits = self._read(0, [sequence.text for sequence in self._sequences])
 
@@ -242,14 +264,25 @@ class Batch:
                 self._decoder.reading(
                     self._slots, first_slot=first + part.start, prompt_of_slot=text_of_slot, longest=width
                 ),
+                with_routes=self._wants_routes,
             )
-            logits.append(read[text_of_slot])
+            logits.append(read.logits[text_of_slot])
             seen: set[int] = set()
+            # One array for all that share it: it is sent to another process once.
+            routes: dict[tuple[int, int], Numbers] = {}
             for sequence, text in zip(self._sequences[first + part.start :], index, strict=False):
                 if text in seen:
                     sequence.shared_tokens = len(sequence.request.prompt_token_ids)
                 seen.add(text)
+                known = sequence.first_route + sum(map(len, sequence.routes))
+                if read.routes is not None and known < sequence.length:
+                    new = read.routes[text, known : sequence.length]
+                    sequence.routes.append(routes.setdefault((text, known), new))
         return torch.cat(logits)
+
+    @property
+    def _wants_routes(self) -> bool:
+        return any(sequence.request.sampling.with_routes for sequence in self._sequences)
 
     def _sample(self) -> list[Completion]:
         """Draw the next token of every active sequence -> the sequences that ended with it."""
@@ -324,7 +357,11 @@ class Batch:
         positions = torch.tensor(places, device=device)
         forward = self._decoder.stepping(self._slots, positions=positions, longest=max(places) + 1)
         tokens = torch.tensor([sequence.tokens[-1] for sequence in self._sequences], device=device)
-        return self._decoder.step(tokens, positions, forward)
+        read = self._decoder.step(tokens, positions, forward, with_routes=self._wants_routes)
+        if read.routes is not None:
+            for sequence, rows in zip(self._sequences, read.routes, strict=True):
+                sequence.routes.append(rows)
+        return read.logits
 
 
 def chunks(texts: Sequence[Sequence[int]], *, max_tokens: int) -> Iterator[slice]:

@@ -3,15 +3,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout.exact.layers import log_softmax
+from rollout.model.routing import RouterTap
+from rollout.routes import Numbers, narrowed
 from rollout.torch.exact_cache import ExactPrefill, ExactStep
 from rollout.torch.kv_cache import KVSlots, Prefill, Step
+from rollout.weights.experts import mixture_of
+
+
+class Read(NamedTuple):
+    """What comes of reading B rows of T tokens."""
+
+    logits: Tensor
+    """[B, V] after the last token of each."""
+    routes: Numbers | None
+    """[B, T, L, K] on the host, the experts of each token in each layer; None if they are not wanted, or if the model
+    is dense."""
 
 
 class Decoder:
@@ -27,6 +41,7 @@ class Decoder:
         self._head: Any = model.get_output_embeddings()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self._mixture = mixture_of(model.config.to_dict())
 
     def reading(self, slots: KVSlots, *, first_slot: int, prompt_of_slot: Tensor, longest: int) -> Prefill:
         """How prompts are read into `slots`."""
@@ -41,24 +56,36 @@ class Decoder:
         """[B, V] float32 -> [B, V]."""
         return torch.log_softmax(logits, dim=-1)
 
-    def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill) -> Tensor:
-        """Read prompts [U, P], padded on the right, of `lengths` [U]: logits after the last token of each, [U, V]."""
+    def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill, *, with_routes: bool = False) -> Read:
+        """Read prompts [U, P], padded on the right, of `lengths` [U]."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
-        hidden = self._hidden(token_ids, positions, forward)
-        logits: Tensor = self._head(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1])
-        return logits
+        hidden, routes = self._hidden(token_ids, positions, forward, with_routes=with_routes)
+        return Read(self._head(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]), routes)
 
-    def step(self, tokens: Tensor, positions: Tensor, forward: Step) -> Tensor:
-        """Read one token [N] per sequence, at `positions` [N]: logits after that token, [N, V]."""
-        logits: Tensor = self._head(self._hidden(tokens[:, None], positions[:, None], forward)[:, 0])
-        return logits
+    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, with_routes: bool = False) -> Read:
+        """Read one token [N] per sequence, at `positions` [N]."""
+        hidden, routes = self._hidden(tokens[:, None], positions[:, None], forward, with_routes=with_routes)
+        return Read(self._head(hidden[:, 0]), routes)
 
-    def _hidden(self, token_ids: Tensor, positions: Tensor, forward: Prefill | Step) -> Tensor:
-        """Final hidden states [B, T, hidden] of tokens and positions [B, T]."""
-        hidden: Tensor = self._decoder(
-            input_ids=token_ids, position_ids=positions, use_cache=False, forward_kind=forward
-        ).last_hidden_state
-        return hidden
+    def _hidden(
+        self, token_ids: Tensor, positions: Tensor, forward: Prefill | Step, *, with_routes: bool
+    ) -> tuple[Tensor, Numbers | None]:
+        """Final hidden states [B, T, hidden] and routes of tokens and positions [B, T]."""
+        chosen: list[Tensor] = []
+
+        def record(experts: Tensor) -> Tensor:
+            chosen.append(experts)
+            return experts
+
+        records = with_routes and self._mixture is not None
+        with RouterTap(self._mixture, record) if records and self._mixture is not None else nullcontext():
+            hidden: Tensor = self._decoder(
+                input_ids=token_ids, position_ids=positions, use_cache=False, forward_kind=forward
+            ).last_hidden_state
+        if self._mixture is None or not records:
+            return hidden, None
+        kind = torch.uint8 if self._mixture.number <= 256 else torch.int32
+        return hidden, narrowed(torch.stack(chosen, dim=1).unflatten(0, token_ids.shape).to(kind).cpu().numpy())
 
 
 class ExactDecoder(Decoder):

@@ -34,6 +34,24 @@ _MATRIX = re.compile(
 )
 
 
+class Mixture(NamedTuple):
+    """The experts of each layer."""
+
+    number: int
+    per_token: int
+    """Number of them that are chosen for a token."""
+
+
+def mixture_of(text: Mapping[str, Any]) -> Mixture | None:
+    """The experts of a model with this config.json; None for a dense model. Raises ValueError if it does not say."""
+    if text.get("model_type") not in FAMILIES:
+        return None
+    number, per_token = text.get("num_experts") or text.get("num_local_experts"), text.get("num_experts_per_tok")
+    if not isinstance(number, int) or not isinstance(per_token, int):
+        raise ValueError("config.json does not say num_experts, or num_local_experts, and num_experts_per_tok")
+    return Mixture(number, per_token)
+
+
 class Stacked(NamedTuple):
     """A matrix of a file that is a part of a tensor of the model."""
 

@@ -16,7 +16,7 @@ from packing_cases import pack
 from tiny_model import EOS_TOKEN_ID, write_tiny_model
 
 from rollout.config import DType
-from rollout.engine import Engine, EngineInfo
+from rollout.engine import Engine, EngineInfo, EngineNeeds
 from rollout.processes.scratch import Scratch
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.config import SGLangConfig
@@ -97,12 +97,15 @@ def publisher_of(named: list[tuple[str, torch.Tensor]]) -> WeightPublisher:
     return WeightPublisher(shapes, dtype=torch.float32)
 
 
-def start_served(directory: Path, *, model_type: str, tied: bool, dtype: DType, tp_size: int = 1) -> Served:
+def start_served(
+    directory: Path, *, model_type: str, tied: bool, dtype: DType, tp_size: int = 1, needs: EngineNeeds | None = None
+) -> Served:
     model = write_tiny_model(directory / "model", seed=0, model_type=model_type, tied=tied, max_positions=LONG + 20)
     config = SGLangConfig(dtype=dtype, generate_timeout_s=120, sync_timeout_s=120, engine_args={"tp_size": tp_size})
-    engine = SGLangEngine(config, index=0, seed=0, device="cpu", log_dir=directory / "logs", num_threads=1)
+    logs = directory / "logs"
+    engine = SGLangEngine(config, index=0, seed=0, device="cpu", log_dir=logs, num_threads=1, needs=needs)
     info = engine.start(directory / "model")
-    return Served(engine=engine, info=info, model=model, log=directory / "logs" / "engine-0.log")
+    return Served(engine=engine, info=info, model=model, log=logs / "engine-0.log")
 
 
 def make_requests(

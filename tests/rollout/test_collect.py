@@ -142,7 +142,10 @@ def test_metrics_of_a_fixed_step(engine):
         "rollout/samples_decided": 24.0,
         "rollout/past_end_frac": None,
         "rollout/zero_variance_frac": sum(len(set(correct[i : i + 3])) == 1 for i in range(0, 24, 3)) / 8,
-        **{f"rollout/samples_dropped/{reason}": 0.0 for reason in (*DAMAGES, "failed", "lost_resumed", "bad_support")},
+        **{
+            f"rollout/samples_dropped/{reason}": 0.0
+            for reason in (*DAMAGES, "failed", "lost_resumed", "bad_support", "bad_routes")
+        },
         "rollout/samples_aborted": 0.0,
         "rollout/samples_resumed": 0.0,
         "rollout/resumed_tokens": 0.0,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.torch.decoding import Batch, Truncation, chunks, sample_tokens
-from rollout.torch.model import Decoder
+from rollout.torch.model import Decoder, Read
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
 
 
@@ -111,17 +111,17 @@ class CountingDecoder(Decoder):
         self.rows: list[int] = []
         """Sequences of every step."""
 
-    def prefill(self, token_ids, lengths, forward):
+    def prefill(self, token_ids, lengths, forward, *, with_routes):
         self.prompts.append(len(token_ids))
         self.widths.append(token_ids.shape[1])
         return self._logits(token_ids[torch.arange(len(token_ids)), lengths - 1])
 
-    def step(self, tokens, positions, forward):
+    def step(self, tokens, positions, forward, *, with_routes):
         self.rows.append(len(tokens))
         return self._logits(tokens)
 
     def _logits(self, tokens):
-        return torch.nn.functional.one_hot(tokens + 1, 100).float() * 1000
+        return Read(torch.nn.functional.one_hot(tokens + 1, 100).float() * 1000, None)
 
 
 def counting_requests(lengths, *, group_size):

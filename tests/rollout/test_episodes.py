@@ -1,14 +1,17 @@
 """Episodes: turns between a real engine and real rollout functions in real processes; what hangs or crashes."""
 
+import json
 import os
 import queue
 import signal
 import textwrap
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import orjson
 import psutil
 import pytest
@@ -17,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM
 
 from rollout.collect.filters import invalid_reason
+from rollout.collect.pending import PendingGroup, PendingResponse, pack_groups, unpack_groups
 from rollout.collect.requests import make_sample
 from rollout.config import DType
 from rollout.data.arithmetic import TOKENS, save_tokenizer
@@ -31,7 +35,7 @@ from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, Prompt, SamplingParams
 from rollout.user_code.pool import UserCodeError
 from rollout.user_code.worker import Worker
-from tests.rollout.tiny_model import write_tiny_model
+from tests.rollout.tiny_model import experts_chosen, write_tiny_model
 
 EOS = TOKENS.index("<eos>")
 EQUALS = TOKENS.index("=")
@@ -203,6 +207,36 @@ def test_written_tokens_have_no_support_and_sampled_ones_are_in_theirs(episodes)
         assert generation.supports.sizes.tolist() == [5 * sampled for sampled in generation.sampled]
         sample = make_sample(request, generation)
         assert sample.supports.sizes.tolist() == [5 * sampled for sampled in sample.response_mask.tolist()]
+
+
+def test_the_routes_of_all_turns_are_those_of_one_forward(tmp_path):
+    model = write_tiny_model(tmp_path / "model", model_type="qwen3_moe", vocab_size=len(TOKENS))
+    save_tokenizer(tmp_path / "model")
+    function = tmp_path / "own_rollout.py"
+    function.write_text(textwrap.dedent(TWO_TURNS), encoding="utf-8")
+    engine = TorchEngine(TorchEngineConfig(dtype=DType.float32), index=0, device="cpu", num_threads=None)
+    engine.start(tmp_path / "model")
+    config = EpisodeConfig(function=f"{function}:rollout")
+    requests = [replace(r, sampling=replace(r.sampling, with_routes=True)) for r in make_requests()]
+    with closing(EpisodeSampler(Tickets(engine), config, tokenizer_file=tmp_path / "model/tokenizer.json")) as sampler:
+        generations = sampler.generate(requests)
+    engine.stop()
+    for request, generation in zip(requests, generations, strict=True):
+        assert invalid_reason(request, generation, policy_version=0) is None
+        sample = make_sample(request, generation)
+        expected = experts_chosen(model, sample.token_ids.tolist()).numpy()[: len(sample.routes)]
+        assert sample.num_read <= len(sample.routes) < len(sample.token_ids)  # nobody reads what is shown last
+        assert (np.sort(sample.routes.whole(), -1) == np.sort(expected, -1)).mean() > 0.99
+        assert saved_and_loaded(request, generation).routes == generation.routes
+
+
+def saved_and_loaded(request, generation):
+    """The response as a checkpoint keeps it."""
+    prompt = Prompt(prompt_id=0, token_ids=request.prompt_token_ids, text="", answer="")
+    response = PendingResponse(request=request, generation=generation)
+    saved = json.loads(json.dumps(pack_groups([PendingGroup(prompt=prompt, responses=[response])])))
+    [group] = unpack_groups(saved, prompt=lambda _: prompt, request=lambda *_: request, keeps_tokens=True, group_size=1)
+    return group.responses[0].generation
 
 
 def test_no_two_turns_draw_with_one_seed(episodes):

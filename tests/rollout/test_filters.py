@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rollout.collect.filters import DropReason, invalid_reason, is_zero_variance
+from rollout.routes import Routes
 from rollout.supports import supports_of
 from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, Sample, SampleGroup, SamplingParams
 
@@ -73,6 +75,31 @@ def test_a_truncated_response_has_every_token_in_its_support(change, reason):
     request = replace(REQUEST, sampling=replace(REQUEST.sampling, top_p=0.5, with_supports=True))
     found = invalid_reason(request, replace(GOOD, **change), policy_version=7)
     assert (None if found is None else found.name) == reason
+
+
+def routes_of(count):
+    return Routes((np.zeros((count, 2, 2), np.uint8),))
+
+
+@pytest.mark.parametrize(
+    ("routes", "change", "reason"),
+    [
+        (routes_of(2), {}, None),  # all but the last token
+        (routes_of(1), {}, "bad_routes"),
+        (None, {}, "bad_routes"),
+        (routes_of(1), {"sampled": [True, False]}, None),  # nobody read what was shown last
+        (routes_of(0), {"sampled": [True, False]}, "bad_routes"),
+    ],
+)
+def test_every_token_that_was_sampled_from_has_a_route(routes, change, reason):
+    request = replace(REQUEST, sampling=replace(REQUEST.sampling, with_routes=True))
+    found = invalid_reason(request, replace(GOOD, routes=routes, **change), policy_version=7)
+    assert (None if found is None else found.name) == reason
+    known = replace(request, first_route=1)
+    if routes is not None and reason is None:
+        assert (
+            invalid_reason(known, replace(GOOD, routes=routes_of(len(routes) - 1), **change), policy_version=7) is None
+        )
 
 
 def test_a_resumed_response_keeps_its_beginning():

@@ -76,3 +76,21 @@ def write_tiny_model(
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, safe_serialization=True)
     return model
+
+
+def experts_chosen(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """[T, L, K] the experts of every token in every layer of a mixture, in one forward of transformers."""
+    from rollout.model.routing import RouterTap
+    from rollout.weights.experts import mixture_of
+
+    chosen: list[torch.Tensor] = []
+
+    def record(experts: torch.Tensor) -> torch.Tensor:
+        chosen.append(experts)
+        return experts
+
+    mixture = mixture_of(model.config.to_dict())
+    assert mixture is not None
+    with torch.no_grad(), RouterTap(mixture, record):
+        model(input_ids=torch.tensor([token_ids]), use_cache=False)
+    return torch.stack(chosen, dim=1)

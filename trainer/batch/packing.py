@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.routes import Routes
 from rollout.supports import joined, no_supports
 from rollout.types import Sample, SampleGroup
 from trainer.batch.planner import DEFAULT_COST, SequenceCost
@@ -57,6 +58,7 @@ def micro_batch(
         sample_numbers=torch.tensor(list(range(len(samples)) if numbers is None else numbers) or [0]),
         token_lags=None if policy_version is None else _token_lags(samples, policy_version),
         supports=_supports(samples),
+        routes=_routes(samples),
     )
 
 
@@ -89,12 +91,20 @@ def chosen_sequences(micro: MicroBatch, chosen: Sequence[int]) -> MicroBatch:
         sample_keys=[micro.sample_keys[i] for i in chosen],
         sample_numbers=micro.sample_numbers[list(chosen)],
         supports=None if micro.supports is None else micro.supports.taken(_response_numbers(micro)[places[mask]]),
+        routes=None if micro.routes is None else tuple(micro.routes[i] for i in chosen),
     )
 
 
 def _response_numbers(micro: MicroBatch) -> Tensor:
     """[T] int64, the number of each response token among the response tokens."""
     return micro.response_mask.cumsum(0) - 1
+
+
+def _routes(samples: Sequence[Sample]) -> tuple[Routes, ...] | None:
+    """Routes of each sample; None if the engine returned none of any."""
+    if all(sample.routes is None for sample in samples):
+        return None
+    return tuple(Routes(()) if sample.routes is None else sample.routes for sample in samples)
 
 
 def _supports(samples: Sequence[Sample]) -> TokenSupports | None:
@@ -148,11 +158,14 @@ def decoder_inputs(
         place[starts[sequence] + prompt : starts[sequence + 1]] = np.arange(end, end + branch.length)
         end += branch.length
     input_ids, positions = np.empty(end, np.int64), np.empty(end, np.int64)
+    source = np.empty(end, np.int64)
+    source[place[::-1]] = np.arange(starts[-1])[::-1]  # the first of those that share a place stays
     input_ids[place] = token_ids
     positions[place] = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     return DecoderInputs(
         token_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(positions),
+        source=torch.from_numpy(source),
         # Token t is predicted from position t - 1; a response never starts a sequence.
         before_response=torch.from_numpy(place[np.flatnonzero(response_mask) - 1]),
         roots=roots,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from algorithms.tokens import Tokens
+from rollout.routes import Routes
 
 
 class Branch(NamedTuple):
@@ -38,6 +39,8 @@ class DecoderInputs(NamedTuple):
     """[I] int64."""
     position_ids: Tensor
     """[I] int64, position of each token in its sequence."""
+    source: Tensor
+    """[I] int64, the packed token that each of them is, of a shared prompt that of the first sequence."""
     before_response: Tensor
     """[R] int64, index into the I tokens of the token from which each response token is predicted."""
     roots: list[int]
@@ -53,6 +56,7 @@ class DecoderInputs(NamedTuple):
         return self._replace(
             token_ids=self.token_ids.to(device),
             position_ids=self.position_ids.to(device),
+            source=self.source.to(device),
             before_response=self.before_response.to(device),
         )
 
@@ -99,6 +103,8 @@ class MicroBatch:
     """[N] int64, position of each sequence in `StepSamples`; 0 where the micro-batch holds no sample."""
     supports: TokenSupports | None = None
     """What truncated sampling kept beside each response token; None if all come from the whole vocabulary."""
+    routes: tuple[Routes, ...] | None = None
+    """[N] routes of the tokens of each sequence, on the host; None if the trainer chooses the experts."""
     advantages: Tensor | None = None
     """[T] float32, 0 off the mask, set by the worker before the first update (`trainer/policy/advantages.py`)."""
     token_lags: Tensor | None = None
@@ -184,10 +190,12 @@ class TokenScores(NamedTuple):
     """[T] float32, nats, with a gradient only if requested; 0 off the response mask."""
     floor_delta: Tensor | None
     """[F] float64, log-prob with the engine's head arithmetic minus the exact one, on the same hidden states."""
+    route_counts: Tensor | None = None
+    """[4] float64, see `Replay.counts` in trainer/scoring/routing.py; None without routes."""
 
 
-class HeldScores(NamedTuple):
-    """Log-probs of some tokens of a micro-batch under the weights that the engines hold. P: these tokens."""
+class FewScores(NamedTuple):
+    """Log-probs of some tokens of a micro-batch, scored once more in another way. P: these tokens."""
 
     places: Tensor
     """[P] int64, positions of the tokens among those of the micro-batch."""

@@ -171,10 +171,13 @@ class Cluster:
         self._ends.callback(self._policy.stop)
         return self._policy
 
-    def spawn_engines(self, model_path: Path, *, adapter: AdapterSpec | None = None) -> EngineGroup:
+    def spawn_engines(
+        self, model_path: Path, *, adapter: AdapterSpec | None = None, with_routes: bool = False
+    ) -> EngineGroup:
         """Begin to start the rollout engines; `wait_ready` of the group returns when all are ready.
 
-        They hold the weights of the model, and an `adapter` beside them if there is one.
+        They hold the weights of the model, and an `adapter` beside them if there is one; `with_routes` they can return
+        the routes of tokens.
 
         On GPUs that they share with ranks this waits for the policy, because an engine takes a share of the memory that
         is free when it starts. Where they take turns, it puts the policy to sleep first.
@@ -199,6 +202,7 @@ class Cluster:
                 gpus=places[index].gpus,
                 sleeps=takes_turns,
                 adapter=adapter,
+                with_routes=with_routes,
                 num_requests=math.ceil(self._config.batch.samples_per_step / config.num_engines),
             )
             # The type stubs know neither the argument nor the threads of its verbs.

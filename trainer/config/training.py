@@ -246,6 +246,15 @@ class LoraConfig(Checked):
     `rollout.dtype` after the sum."""
 
 
+class Routing(Enum):
+    """Choice of the experts that the trainer uses for a token of a mixture."""
+
+    replay = "replay"
+    """Those that the engine chose when it read the token; their weights are the trainer's."""
+    live = "live"
+    """Those that the trainer chooses itself."""
+
+
 @dataclass(kw_only=True, slots=True)
 class PolicyConfig(Checked):
     """The FSDP2 training workers."""
@@ -264,6 +273,9 @@ class PolicyConfig(Checked):
     backward; 1: all layers, 0: none."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Train adapters instead of all weights."""
+    routing: Routing = Routing.replay
+    """Experts of a mixture that the trainer uses for a token: replay takes those of the engine, whose every token
+    then brings a byte for each expert that was chosen, live its own. Without effect on a dense model."""
     torch_compile: bool = False
     """Compile the decoder layers of policy and critic with torch.compile, attention excepted. For GPUs; not yet run on
     one."""

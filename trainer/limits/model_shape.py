@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollout.data.arithmetic import TOKENS
-from rollout.weights.experts import EXPERT_NAME, FAMILIES, is_all_sparse
+from rollout.weights.experts import EXPERT_NAME, is_all_sparse, mixture_of
 from rollout.weights.files import tensor_shapes
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelConfig, SmolLM2ModelConfig
 
@@ -169,7 +169,7 @@ def described_shapes(text: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     Raises UnknownShapeError if they do not follow from these.
     """
     kind, hidden, mlp = text.get("model_type"), text["hidden_size"], text.get("intermediate_size")
-    experts = experts_of(text) if kind in FAMILIES else None
+    experts = mixture_of(text)
     mlp = mlp if experts is None else text.get("moe_intermediate_size")
     if kind not in LLAMA_LIKE or mlp is None or not is_all_sparse(text):
         raise UnknownShapeError(f"the weights are not here, and a {kind} has its number of parameters in them alone")
@@ -218,7 +218,7 @@ def shape_of(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
             layers[layer] = layers.get(layer, 0) + size
     attention, kv, _ = _attention_sizes(text)
     of_experts = sum(size for name, size in sizes.items() if EXPERT_NAME in name)
-    experts = experts_of(text) if of_experts else None
+    experts = mixture_of(text) if of_experts else None
     return ModelShape(
         num_parameters=sum(size for name, size in sizes.items() if not (is_tied and name == HEAD_NAME)),
         layer_parameters=max(layers.values(), default=0),
@@ -231,24 +231,6 @@ def shape_of(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
         idle_parameters=0 if experts is None else of_experts * (experts.number - experts.per_token) // experts.number,
         experts_per_token=0 if experts is None else experts.per_token,
     )
-
-
-class Experts(NamedTuple):
-    """Experts of each layer of a mixture."""
-
-    number: int
-    per_token: int
-    """Number of them that are chosen for a token."""
-
-
-def experts_of(text: Mapping[str, Any]) -> Experts:
-    """The experts that config.json describes. Raises UnknownShapeError if it does not say them."""
-    number, per_token = text.get("num_experts") or text.get("num_local_experts"), text.get("num_experts_per_tok")
-    if not isinstance(number, int) or not isinstance(per_token, int):
-        raise UnknownShapeError(
-            f"{CONFIG_FILE} does not say num_experts, or num_local_experts, and num_experts_per_tok"
-        )
-    return Experts(number, per_token)
 
 
 def text_part(described: Mapping[str, Any]) -> Mapping[str, Any]:

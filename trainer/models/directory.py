@@ -154,6 +154,11 @@ def described(directory: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def has_experts(directory: Path) -> bool:
+    """True for a mixture of experts that can be trained here."""
+    return text_part(described(directory)).get("model_type") in FAMILIES
+
+
 def _unsupported(key: str, directory: Path) -> Problem | None:
     """The Problem of a whole model that cannot be trained here, or whose files do not fit each other."""
     model = described(directory)

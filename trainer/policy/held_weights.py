@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,7 @@ from rollout.config import DType, EngineConfig, Quantization
 from rollout.weights.adapter import is_adapter, name_without_adapter
 from rollout.weights.quantization import GRIDS, held_weight
 from trainer.batch.packing import chosen_sequences, token_places
-from trainer.batch.train_batch import HeldScores, MicroBatch
+from trainer.batch.train_batch import FewScores, MicroBatch
 from trainer.config.train import TrainConfig
 from trainer.policy.host_copy import full_tensor, local_part, own_rows
 from trainer.policy.lora import adapter_scaled, updates
@@ -45,7 +46,7 @@ def weights_differ(config: TrainConfig) -> bool:
     return config.policy.dtype is DType.float32 and config.rollout.dtype is not DType.float32
 
 
-def held_scores(model: ScoringModel, micro: MicroBatch, lags: Tensor, *, config: TrainConfig) -> HeldScores:
+def held_scores(model: ScoringModel, micro: MicroBatch, lags: Tensor, *, config: TrainConfig) -> FewScores:
     """Score a few responses of `micro` with the weights that the engines hold. A collective; without gradient.
 
     Args:
@@ -55,11 +56,22 @@ def held_scores(model: ScoringModel, micro: MicroBatch, lags: Tensor, *, config:
             are scored: others differ for another reason.
         config: of the run.
     """
+    with _held_weights(model, config):
+        return _scores_of_few(model, micro, lags, config=config)
+
+
+def live_scores(model: ScoringModel, micro: MicroBatch, lags: Tensor, *, config: TrainConfig) -> FewScores:
+    """Score a few responses of `micro` with the experts that the trainer chooses itself. A collective, like
+    `held_scores`, with the same arguments."""
+    return _scores_of_few(model, replace(micro, routes=None), lags, config=config)
+
+
+def _scores_of_few(model: ScoringModel, micro: MicroBatch, lags: Tensor, *, config: TrainConfig) -> FewScores:
     chosen = _few_fresh(micro, lags)
     few = chosen_sequences(micro, chosen)
-    with torch.no_grad(), _held_weights(model, config):
+    with torch.no_grad():
         logprobs = model(few, temperature=config.sampling.temperature).logprobs
-    return HeldScores(token_places(micro, chosen)[few.response_index], logprobs[few.response_index])
+    return FewScores(token_places(micro, chosen)[few.response_index], logprobs[few.response_index])
 
 
 def _few_fresh(micro: MicroBatch, lags: Tensor) -> list[int]:

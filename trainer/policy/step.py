@@ -40,7 +40,7 @@ from rollout.processes.process_memory import FreedMemory, private_bytes
 from rollout.weights.packed_weights import DTYPES
 from trainer.batch.token_deltas import SampleNumber
 from trainer.batch.train_batch import (
-    HeldScores,
+    FewScores,
     MicroBatch,
     RankMiniBatch,
     StepSamples,
@@ -51,7 +51,7 @@ from trainer.batch.train_batch import (
 from trainer.config.train import TrainConfig
 from trainer.limits.device_memory import read_peak, start_peak
 from trainer.policy.advantages import set_sample_advantages, set_token_advantages
-from trainer.policy.held_weights import held_scores, weights_differ
+from trainer.policy.held_weights import held_scores, live_scores, weights_differ
 from trainer.policy.recorder import StepRecorder
 from trainer.policy.step_stats import StepFactor, StepStats
 from trainer.policy.train_report import RankReport
@@ -91,6 +91,7 @@ class TrainingStep:
         self._reference = reference
         self._critic = critic
         self._device = device
+        self._with_routes = policy.model.with_routes
         self._freed = FreedMemory()
         self.rejected_steps = 0
         """Optimizer steps in a row in which the correction rejected every token; a checkpoint holds the count."""
@@ -185,11 +186,12 @@ class TrainingStep:
                     micro.old_logprobs = self.score(micro).logprobs
 
     def fill_ref_logprobs(self, minis: Sequence[RankMiniBatch], reference: ScoreTokens) -> None:
-        """Set the log-probs of every token under the reference policy."""
+        """Set the log-probs of every token under the reference policy, which chooses its own experts."""
         with torch.no_grad():
             for mini in minis:
                 for micro in mini.micro_batches:
-                    micro.ref_logprobs = reference(micro, temperature=self._config.sampling.temperature).logprobs
+                    live = replace(micro, routes=None)
+                    micro.ref_logprobs = reference(live, temperature=self._config.sampling.temperature).logprobs
 
     def score(self, micro: MicroBatch, *, measure_floor: bool = False) -> TokenScores:
         """Log-probs and entropy of the tokens of `micro` under the current weights.
@@ -206,7 +208,13 @@ class TrainingStep:
         )
         return scores
 
-    def _held_scores(self, micro: MicroBatch, samples: StepSamples) -> HeldScores | None:
+    def _live_scores(self, micro: MicroBatch, samples: StepSamples) -> FewScores | None:
+        """Some tokens of `micro` with the trainer's own choice of experts; None where nothing else is used."""
+        if not self._with_routes:
+            return None
+        return live_scores(self._policy.model, micro, samples.lags[micro.sample_numbers], config=self._config)
+
+    def _held_scores(self, micro: MicroBatch, samples: StepSamples) -> FewScores | None:
         """Some tokens of `micro` under the weights that the engines hold; None where they are those of the trainer."""
         if not weights_differ(self._config):
             return None
@@ -235,6 +243,7 @@ class TrainingStep:
         for position, micro in enumerate(mini.micro_batches):
             first = number == index == position == 0  # before any weight moves
             held = self._held_scores(micro, samples) if first else None
+            live = self._live_scores(micro, samples) if first else None
             with torch.set_grad_enabled(learns):
                 scores = self.score(micro, measure_floor=first)
             if config.needs_old_logprobs and micro.old_logprobs is None:
@@ -249,6 +258,7 @@ class TrainingStep:
             stats.add_loss(loss.stats)
             stats.add_floor(scores.floor_delta)
             stats.add_held(held, micro, scores)
+            stats.add_routes(scores.route_counts if number == index == 0 else None, live, micro, scores)
             if is_measured(micro, number=number, index=index):
                 stats.add_mismatch(micro, tokens, correction, samples)
             if recorder is not None:

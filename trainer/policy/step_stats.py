@@ -26,7 +26,7 @@ from algorithms.reference import ReferenceKLStats, reference_kl_stats
 from algorithms.stats import mean_or_none, merged
 from algorithms.tokens import Tokens
 from trainer.batch.token_deltas import SampleNumber, TokenDeltas, worst_and_others
-from trainer.batch.train_batch import HeldScores, MicroBatch, StepSamples, TokenScores
+from trainer.batch.train_batch import FewScores, MicroBatch, StepSamples, TokenScores
 
 
 class StepFactor(NamedTuple):
@@ -63,6 +63,10 @@ class StepStats:
         self._floor = torch.zeros(2, dtype=torch.float64, device=device)
         self._held = torch.zeros(3, dtype=torch.float64, device=device)
         """K3 of the rounding of the weights, K3 of the arithmetic, number of tokens."""
+        self._routes = torch.zeros(4, dtype=torch.float64, device=device)
+        """Sums of `Replay.counts` of trainer/scoring/routing.py."""
+        self._live = torch.zeros(3, dtype=torch.float64, device=device)
+        """K3 with the trainer's own choice of experts, with that of the engine, number of tokens."""
         self._scored: list[tuple[MicroBatch, Tokens]] = []
         """The measured micro-batches with the log-probs that they were measured from."""
 
@@ -130,7 +134,7 @@ class StepStats:
         if delta is not None:
             self._floor += torch.stack([k3(delta).sum(), torch.tensor(float(delta.numel()), device=delta.device)])
 
-    def add_held(self, held: HeldScores | None, micro: MicroBatch, scores: TokenScores) -> None:
+    def add_held(self, held: FewScores | None, micro: MicroBatch, scores: TokenScores) -> None:
         """Add the two parts of the mismatch of some tokens of `micro`; None where they were not measured.
 
         `scores` are those of the trainer's own weights, of which `held` are a rounding.
@@ -144,11 +148,23 @@ class StepStats:
         parts = [k3(rounding[valid]).sum(), k3(arithmetic[valid]).sum(), valid.sum().double()]
         self._held += torch.stack(parts)
 
+    def add_routes(self, counts: Tensor | None, live: FewScores | None, micro: MicroBatch, scores: TokenScores) -> None:
+        """Add what the replay of routes changes in `micro`: `counts` of routes, and some tokens scored without it."""
+        if counts is not None:
+            self._routes += counts
+        if live is None:
+            return
+        rollout = micro.rollout_logprobs[live.places].double()
+        deltas = [each.double() - rollout for each in (live.logprobs, scores.logprobs.detach()[live.places])]
+        valid = deltas[0].isfinite() & deltas[1].isfinite()
+        self._live += torch.stack([*(k3(delta[valid]).sum() for delta in deltas), valid.sum().double()])
+
     def metrics(self) -> dict[str, float | None]:
         """Reduce over ranks (a collective) and make metrics; quantiles and tails on rank 0, elsewhere None."""
         loss, mismatch = merged(self._losses), merged(self._mismatch)
         reference = [merged(self._reference)] if self._reference else []
-        for sums in (loss.sums, mismatch.sums, self._floor, self._held, *(each.sums for each in reference)):
+        own = (self._floor, self._held, self._routes, self._live)
+        for sums in (loss.sums, mismatch.sums, *own, *(each.sums for each in reference)):
             dist.all_reduce(sums, op=dist.ReduceOp.SUM)
         for maxes in (loss.maxes, mismatch.maxes):
             dist.all_reduce(maxes, op=dist.ReduceOp.MAX)
@@ -167,11 +183,15 @@ class StepStats:
         self._reference = [merged(each) for each in (self._reference, other._reference) if each]
         self._floor += other._floor
         self._held += other._held
+        self._routes += other._routes
+        self._live += other._live
 
     def metrics_here(self) -> dict[str, float | None]:
         """Return the counts of this process as metrics, without asking other ranks. Reads the device."""
         floor_sum, floor_count = self._floor.tolist()
         rounding, arithmetic, held_count = self._held.tolist()
+        routes_changed, num_routes, rerouted, num_routed = self._routes.tolist()
+        live, replayed, num_live = self._live.tolist()
         num_steps = len(self._factors)
         mean_weights = [factor.mean_weight for factor in self._factors if factor.mean_weight is not None]
         num_tokens = sum(factor.num_tokens for factor in self._factors)
@@ -183,6 +203,10 @@ class StepStats:
             "mismatch/k3_floor": floor_sum / floor_count if floor_count else None,
             "mismatch/k3_weights": rounding / held_count if held_count else None,
             "mismatch/k3_arithmetic": arithmetic / held_count if held_count else None,
+            "mismatch/k3_live": live / num_live if num_live else None,
+            "mismatch/k3_replayed": replayed / num_live if num_live else None,
+            "mismatch/routes_changed": routes_changed / num_routes if num_routes else None,
+            "mismatch/tokens_rerouted": rerouted / num_routed if num_routed else None,
             "mismatch/is/norm_Z": sum(mean_weights) / len(mean_weights) if mean_weights else None,
             "mismatch/gradient_factor": sum(factor.gradient for factor in self._factors) / num_steps,
             **merged(self._losses).metrics(optimizer_steps=num_steps),

@@ -28,11 +28,12 @@ from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.recorder import Recorder
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
 from rollout.types import SharedWeights, WeightLayout
+from rollout.weights.experts import mixture_of
 from rollout.weights.packed_weights import DTYPES
 from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.train import TrainConfig
-from trainer.config.training import Offload
+from trainer.config.training import Offload, Routing
 from trainer.limits.ceilings import Ceilings, find_ceilings
 from trainer.limits.estimate import logprob_chunk_tokens
 from trainer.limits.floors import GroupLengths
@@ -44,6 +45,7 @@ from trainer.policy.lora import ProbeAdapter, adapter_scaled, freeze_beside_adap
 from trainer.policy.model import (
     checkpoint_activations,
     compile_layers,
+    decoder_layers,
     empty_causal_lm,
     load_rows,
     shard,
@@ -57,6 +59,7 @@ from trainer.rundir.sealed_directory import FileRecord, SealError, compare_files
 from trainer.scoring.attention import PACKED_ATTENTION
 from trainer.scoring.exact_attention import EXACT_ATTENTION
 from trainer.scoring.forward import ScoringModel
+from trainer.scoring.routing import make_replayable
 from trainer.text.plain import size
 
 logger = logging.getLogger(__name__)
@@ -204,6 +207,10 @@ class PolicyWorker:
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         if trained:
             checkpoint_activations(causal_lm.get_decoder(), every=policy.activation_checkpoint_every)
+        mixture = mixture_of(causal_lm.config.to_dict())
+        if trained and mixture is not None and policy.routing is Routing.replay:
+            make_replayable(decoder_layers(causal_lm.get_decoder()), mixture)
+            model.with_routes = True
         if policy.torch_compile:
             compile_layers(causal_lm.get_decoder())
         on_host = policy.offload is Offload.parameters

@@ -24,6 +24,7 @@ MICRO_TOKENS = 1 << 17
 _NO_INPUTS = DecoderInputs(
     token_ids=torch.empty(0, dtype=torch.int64),
     position_ids=torch.empty(0, dtype=torch.int64),
+    source=torch.empty(0, dtype=torch.int64),
     before_response=torch.empty(0, dtype=torch.int64),
     roots=[],
     branches=[],

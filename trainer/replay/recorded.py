@@ -108,5 +108,6 @@ def _read_micro(tensors: Mapping[str, Tensor]) -> MicroBatch:
         sample_keys=[(prompt_id, sample_index) for prompt_id, sample_index in keys],
         sample_numbers=tensors["sample_numbers"],
         supports=TokenSupports(tensors["support_sizes"], tensors["support_ids"]) if "support_ids" in tensors else None,
+        routes=None,
         **wide,
     )

@@ -25,7 +25,10 @@ from trainer.policy.step_stats import StepStats
 from trainer.replay.modes import RUN, Mode
 from trainer.replay.recorded import RecordedStep
 
-NOT_REPLAYED = ("mismatch/k3_floor", "mismatch/k3_weights", "mismatch/k3_arithmetic", "optim/grad_norm")
+NOT_REPLAYED = (
+    "mismatch/k3_floor", "mismatch/k3_weights", "mismatch/k3_arithmetic", "mismatch/k3_live", "mismatch/k3_replayed",
+    "mismatch/routes_changed", "mismatch/tokens_rerouted", "optim/grad_norm",
+)  # fmt: skip
 """Metrics of `StepStats` that need the model."""
 MAX_WEIGHT = "replay/max_weight"
 """Largest weight of a kept token, before self-normalisation."""

@@ -68,6 +68,25 @@ MISMATCH = Section(
             ),
         ),
         Chart(
+            id="routes", title="K3 with and without replay of routes", unit="nats per token", form="exponent", log=True,
+            needs="mismatch/k3_live",
+            note="K3 of a few responses with the experts that the engine chose, and with those that the trainer would "
+            "choose. What is left with the engine's is rounding, as in a dense model.",
+            series=(
+                Series("mismatch/k3_live", "trainer's experts", 1),
+                Series("mismatch/k3_replayed", "engine's experts", 0),
+            ),
+        ),
+        Chart(
+            id="rerouted", title="Tokens that the replay changes", form="percent", from_zero=True,
+            needs="mismatch/tokens_rerouted",
+            note="Share of the tokens for which the trainer would choose other experts in some layer, and share of all "
+            "choices. Both grow with the number of layers and with the age of the weights that sampled.",
+            series=(
+                Series("mismatch/tokens_rerouted", "tokens", 3), Series("mismatch/routes_changed", "choices", 4),
+            ),
+        ),
+        Chart(
             id="worst", title="Worst token", form="exponent", log=True,
             note="With the same weights on both sides, a probability difference near 1 is a bug: they disagree "
             "completely on some token. Quantised or older weights can come near it without one.",

@@ -123,7 +123,9 @@ def probe_logprobs(
 
 def sampled(config: TrainConfig, task: Task, engines: EngineGroup, *, policy_version: int) -> list[MicroBatch]:
     """A few responses of every engine, one each. Raises ProbeError if one is invalid."""
-    requests = probe_requests(config, task.dataset.train, stop_token_ids=task.stop_token_ids)
+    requests = probe_requests(
+        config, task.dataset.train, stop_token_ids=task.stop_token_ids, with_routes=task.with_routes
+    )
     with engines.resident():
         generations = engines.generate(requests)
     samples: list[Sample] = []
@@ -148,14 +150,16 @@ def scored(
 
 
 def probe_requests(
-    config: TrainConfig, prompts: Sequence[Prompt], *, stop_token_ids: tuple[int, ...]
+    config: TrainConfig, prompts: Sequence[Prompt], *, stop_token_ids: tuple[int, ...], with_routes: bool = False
 ) -> list[GenerateRequest]:
     """The first training prompts, one response each, enough for every engine."""
     seeds = SeedSource(config.run.seed, step=PROBE_STEP)
     requests = []
     for prompt in prompts[: PROMPTS_PER_ENGINE * config.rollout.num_engines]:
         number, params = prompt.prompt_id, config.sampling
-        sampling = sampling_params(params, seed=seeds.draw(number, 0), stop_token_ids=stop_token_ids)
+        sampling = sampling_params(
+            params, seed=seeds.draw(number, 0), stop_token_ids=stop_token_ids, with_routes=with_routes
+        )
         sampling.max_new_tokens = min(MAX_TOKENS, sampling.max_new_tokens)
         requests.append(
             GenerateRequest(prompt_id=number, sample_index=0, prompt_token_ids=prompt.token_ids, sampling=sampling)

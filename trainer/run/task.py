@@ -19,7 +19,8 @@ from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
 from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
-from trainer.config.training import HFModelConfig
+from trainer.config.training import HFModelConfig, Routing
+from trainer.models.directory import has_experts
 from trainer.models.resolve import compare_files, resolve_critic, resolve_model
 from trainer.rundir.cache import Progress
 from trainer.rundir.checkpoint import RunState
@@ -50,6 +51,8 @@ class Task:
     dataset: Dataset
     stop_token_ids: tuple[int, ...]
     scorer: Scorer
+    with_routes: bool = False
+    """True if the engines return the routes of a mixture's tokens, and the trainer replays them."""
     past_end: int | None = None
     """Token with which the chat template ends an answer, if no response ends there."""
     model_mark: str | None = None
@@ -118,6 +121,7 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         tokenizer=tokenizer,
         dataset=dataset,
         stop_token_ids=stop_ids,
+        with_routes=trains and config.policy.routing is Routing.replay and has_experts(model_path),
         past_end=past_end,
         scorer=Scorer(
             config.reward,

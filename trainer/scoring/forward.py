@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from trainer.batch.train_batch import MicroBatch, TokenScores, TokenSupports
 from trainer.scoring.attention import Segments
 from trainer.scoring.logprob_head import HeadOptions, cut_outside, token_logprobs
+from trainer.scoring.routing import Replay, replay_of
 
 FLOOR_ELEMENTS = 2**23
 """Logits (tokens x vocabulary) on which the head's rounding is measured: 32 MiB in float32."""
@@ -21,14 +22,19 @@ FLOOR_VOCAB_ROWS = 8192
 """Head rows converted at a time: bounds the memory of the measurement."""
 
 
-def states_before(decoder: nn.Module, micro: MicroBatch) -> Tensor:
-    """Hidden state [R, H] from which each response token is predicted, sequences not seeing each other."""
+def states_before(decoder: nn.Module, micro: MicroBatch, replay: Replay | None = None) -> Tensor:
+    """Hidden state [R, H] from which each response token is predicted, sequences not seeing each other.
+
+    `replay` are the routes of the decoder's inputs, of a decoder that takes them.
+    """
     inputs = micro.inputs
+    routes = {} if replay is None else {"replay": replay}
     hidden: Tensor = decoder(
         input_ids=inputs.token_ids[None],
         position_ids=inputs.position_ids[None],
         use_cache=False,  # with a cache, packed sequences would attend to each other
         segments=Segments(inputs.roots, inputs.branches),
+        **routes,
     ).last_hidden_state[0]
     # The gradient of the last token of a shared prompt is a sum over the responses. The backward of hidden[...] on a
     # CPU, and of index_select on a GPU, adds in an order that differs from run to run; that of an embedding does not.
@@ -86,6 +92,8 @@ class ScoringModel(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.fp32_head = fp32_head
         self.exact = exact
+        self.with_routes = False
+        """True if the layers take routes, and the micro-batches of a run bring them."""
 
     def forward(
         self,
@@ -97,7 +105,8 @@ class ScoringModel(nn.Module):
     ) -> TokenScores:
         """Score the response tokens of `micro`; with `engine_dtype` also measure what the engine's head rounds."""
         head = self.causal_lm.get_output_embeddings()
-        hidden = states_before(self.causal_lm.get_decoder(), micro)
+        replay = replay_of(micro, micro.token_ids.device) if self.with_routes else None
+        hidden = states_before(self.causal_lm.get_decoder(), micro, replay)
         targets = micro.token_ids[micro.response_index]
         options = HeadOptions(
             temperature=temperature,
@@ -126,4 +135,5 @@ class ScoringModel(nn.Module):
             logprobs=anchor.index_put((micro.response_index,), logprobs),
             entropy=zeros.index_put((micro.response_index,), entropy),
             floor_delta=floor,
+            route_counts=None if replay is None else replay.counts(),
         )

@@ -23,12 +23,12 @@ from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from rollout.types import Prompt
 from rollout.weights.experts import FAMILIES
 from trainer.config.train import TrainConfig
-from trainer.config.training import HFModelConfig, ModelConfig
+from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelConfig, Routing
 from trainer.limits.adapter_shape import chosen_layers, linear_shapes
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.limits.model_shape import UnknownShapeError, text_part
-from trainer.models.directory import described, find_model
+from trainer.models.directory import described, find_model, has_experts
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.run_dir import unusable_problem
 from trainer.text.plain import size
@@ -62,6 +62,7 @@ def task_key(config: TrainConfig) -> str:
     return repr([getattr(config, name) for name in sections])
 
 
+NOT_EXACT = "must be false for a mixture of experts: exact arithmetic has dense layers only"
 EXACT_ACTIVATION = "silu"
 """Activation of an MLP that rollout/exact computes."""
 
@@ -141,7 +142,13 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
                     value=config.model.path,
                     remedy="Use another model, or rollout=torch.",
                 )
+            if has_experts(found):
+                yield from _routing_problems(config)
         return
+    if isinstance(config.model, ArithmeticModelConfig) and config.model.num_experts:
+        yield from _routing_problems(config)
+        if config.rollout.exact:
+            yield config.broken("rollout.exact", NOT_EXACT, "Set model.num_experts=0.")
     try:
         cache = default_cache_dir()
     except ConfigError as error:
@@ -152,6 +159,16 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
         yield unusable
 
 
+def _routing_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield what a mixture of experts cannot be trained with."""
+    if config.policy.routing is Routing.replay and not config.rollout.returns_routes:
+        rule = f"must be live: engines of rollout={config.rollout.kind} as they are set here return no routes"
+        yield config.broken("policy.routing", rule, "The trainer then chooses the experts itself.")
+    if config.policy.routing is Routing.replay and config.policy.torch_compile:
+        rule = "must be false for a mixture of experts with policy.routing=replay"
+        yield config.broken("policy.torch_compile", rule, "Or set policy.routing=live.")
+
+
 def _exact_problems(config: TrainConfig, directory: Path) -> Iterator[Problem]:
     """Yield the problem of a model that `rollout.exact` has no arithmetic for, as far as its config.json tells.
 
@@ -160,8 +177,7 @@ def _exact_problems(config: TrainConfig, directory: Path) -> Iterator[Problem]:
     model = text_part(described(directory))
     activation = model.get("hidden_act", EXACT_ACTIVATION)
     if config.rollout.exact and model.get("model_type") in FAMILIES:
-        rule = "must be false for a mixture of experts: exact arithmetic has dense layers only"
-        yield config.broken("rollout.exact", rule, f"model.path={directory}. Use another model.")
+        yield config.broken("rollout.exact", NOT_EXACT, f"model.path={directory}. Use another model.")
     elif config.rollout.exact and activation != EXACT_ACTIVATION:
         rule = f"must be false for a model with hidden_act={activation}: exact arithmetic has {EXACT_ACTIVATION}"
         yield config.broken("rollout.exact", rule, f"model.path={directory}. Use another model.")

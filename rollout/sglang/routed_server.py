@@ -1,0 +1,66 @@
+"""Inside the SGLang server: routes are those with which a token was sampled, in one byte for each expert.
+
+SGLang records which experts it chose for a token beside the token's keys and values. Where it retracts a request, which
+`rollout.pause_mode=retract` does at every sync, these are dropped and computed again, with the new weights: the routes
+that come back would be others than those behind the log-probs. So they are kept with the request when it is retracted,
+and put in their place in its answer.
+
+SGLang loads `activate` as a plug-in (entry point `sglang.srt.plugins`) in all its processes. Only SGLang's processes
+import SGLang here. Read against SGLang 0.5.23: state_capturer/{base,routed_experts}.py, managers/schedule_batch.py.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from rollout.sglang.cpu.pinned_memory import ignore_pinned_memory
+from rollout.sglang.cpu.platform import PLATFORM_NAME
+
+ACTIVE = "PARITY_SGLANG_ROUTES"
+"""Environment variable that is 1 in servers that return routes."""
+_KEPT = "parity_routes"
+"""Attribute of a request: [N, L, K] routes of its first tokens, from before it was retracted."""
+
+
+def activate() -> None:
+    """Register the hooks; does nothing in other servers of the user."""
+    if os.environ.get(ACTIVE) != "1":
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
+        from sglang.srt.mem_cache.pool_host import common
+
+        ignore_pinned_memory()
+        common.ALLOC_MEMORY_FUNCS["cpu"] = common.alloc_with_pin_memory
+    results = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    HookRegistry.register("sglang.srt.managers.schedule_batch.release_req", _keep, HookType.BEFORE)
+    HookRegistry.register(f"{results}._maybe_collect_routed_experts", _put_back, HookType.AFTER)
+
+
+def _keep(*, req: Any, req_to_token_pool: Any, **_: Any) -> None:
+    """Keep the routes of a request that is about to be retracted: of the tokens from which others were sampled."""
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+    capturer = get_global_experts_capturer()
+    if capturer is None or not req.return_routed_experts:
+        return
+    sampled_from = len(req.origin_input_ids) + len(req.output_ids) - 1
+    length = min(sampled_from, req.kv.kv_committed_len)
+    rows = capturer.get_topk(req.kv.req_pool_idx, length + 1, req_to_token_pool)
+    before = getattr(req, _KEPT, rows[:0])
+    setattr(req, _KEPT, torch.cat([before, rows[len(before) :]]))
+
+
+def _put_back(_result: None, _processor: Any, req: Any, **_: Any) -> None:
+    """Put kept routes into the answer of a request, and make them small."""
+    rows = req.routed_experts
+    if rows is None:
+        return
+    kept = getattr(req, _KEPT, rows[:0])[req.routed_experts_start_len :][: len(rows)]
+    rows[: len(kept)] = kept
+    # On 256 experts or more SGLang's own type stays; the reader infers it from the number of bytes.
+    req.routed_experts = rows.to(torch.uint8) if not rows.numel() or rows.max() < 256 else rows

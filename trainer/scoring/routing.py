@@ -1,0 +1,91 @@
+"""Routing replay: the layers of a mixture use the experts that the engine chose for each token.
+
+A router's scores stay the trainer's own, and so do the weights of the experts that are made from them, with their
+gradients; only the choice is the engine's (Rollout Routing Replay, R3: https://arxiv.org/abs/2510.11370). A token
+without a known route gets the trainer's choice. The routes are an argument of every layer: a layer that is computed
+again in the backward pass, after forwards of other tokens, gets its own.
+
+I: tokens that the decoder computes, L: layers, K: experts of a layer for a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollout.model.routing import RouterTap
+from rollout.weights.experts import Mixture
+from trainer.batch.train_batch import MicroBatch
+
+
+class Replay:
+    """The routes of one forward, and what they change.
+
+    No dataclass, because FSDP gives the layers a copy of one, to cast what is in it.
+    """
+
+    def __init__(self, experts: Tensor, known: Tensor) -> None:
+        """`experts` [I, L, K] are numbers of experts; `known` [I] bool is False for a token without a known route."""
+        self._experts, self._known = experts, known
+        self._changed: list[Tensor] | None = []
+        """[I] bool of each layer: True where the trainer's own choice is another set. None once the forward is over, so
+        that a layer that is computed again counts nothing."""
+
+    def used(self, layer: int, own: Tensor) -> Tensor:
+        """The experts [I, K] that a layer uses, where the trainer's own choice is `own`."""
+        experts = torch.where(self._known[:, None], self._experts[:, layer].to(own.dtype), own)
+        if self._changed is not None:
+            self._changed.append((experts.sort(dim=-1).values != own.sort(dim=-1).values).any(dim=-1))
+        return experts
+
+    def counts(self) -> Tensor:
+        """[4] float64: routes that the replay changes, of how many; tokens with such a route, of how many.
+
+        The forward is over: what is computed again later counts nothing.
+        """
+        changed = torch.stack(self._changed or [torch.zeros_like(self._known)])  # [L, I]
+        self._changed = None
+        num_tokens = self._known.sum()
+        sums = [changed.sum(), num_tokens * len(changed), changed.any(dim=0).sum(), num_tokens]
+        return torch.stack(sums).double()
+
+
+def replay_of(micro: MicroBatch, device: torch.device) -> Replay | None:
+    """The routes of the decoder's inputs for `micro`; None if it has none."""
+    if micro.routes is None:
+        return None
+    lengths = micro.cu_seqlens.diff().tolist()
+    rows: list[Any] = []
+    places, start = [], 0
+    for routes, length in zip(micro.routes, lengths, strict=True):
+        rows += routes.parts
+        places.append(torch.arange(start, start + len(routes)))
+        start += length
+    numbers = np.concatenate(rows)
+    experts = torch.from_numpy(numbers if numbers.dtype == np.uint8 else numbers.astype(np.int32))
+    number_of = torch.full((start,), -1).index_put((torch.cat(places),), torch.arange(len(experts)))
+    number = number_of[micro.inputs.source.cpu()]
+    return Replay(experts[number].to(device), (number >= 0).to(device))
+
+
+def make_replayable(layers: Sequence[nn.Module], mixture: Mixture) -> None:
+    """Have all layers of a decoder, in their order, take routes, in place; without routes they compute as before."""
+    for index, layer in enumerate(layers):
+        layer.forward = _Replayed(layer.forward, index, mixture)
+
+
+class _Replayed:
+    """The forward of a layer, which takes routes."""
+
+    def __init__(self, forward: Any, layer: int, mixture: Mixture) -> None:
+        self._forward, self._layer, self._mixture = forward, layer, mixture
+
+    def __call__(self, *args: Any, replay: Replay | None = None, **kwargs: Any) -> Any:
+        if replay is None:
+            return self._forward(*args, **kwargs)
+        with RouterTap(self._mixture, lambda own: replay.used(self._layer, own)):
+            return self._forward(*args, **kwargs)
