@@ -12,8 +12,7 @@ from trainer.cli.parsers import BEST, DRY_RUN, PARSERS
 from trainer.compose.keys import nearest
 from trainer.compose.overrides import long_form
 
-INSPECTIONS = ("--cfg", "--info", "--help")
-"""Flags that show information and start no run."""
+CFG = "--cfg"
 SHOWING = ("--resolve", "--package")
 """Flags that say what --cfg shows."""
 
@@ -30,10 +29,12 @@ class RecipeArguments:
     dry_run: bool
     multirun: bool
     best: bool
-    inspection: str | None
-    """Given flag of INSPECTIONS; None without such a flag."""
-    hydra_flags: tuple[str, ...]
-    """Flags for hydra.main, without --config-dir, which is already in the search path."""
+    shows_config: bool
+    """True if the composed config is to be printed, and no run started."""
+    resolves: bool
+    """True if it is printed with interpolations filled in."""
+    package: str | None
+    """The key of the part that is printed; None for all of it."""
 
 
 def parse_recipe(words: Sequence[str], *, command: str = "train") -> tuple[RecipeArguments, list[Problem]]:
@@ -48,19 +49,16 @@ def parse_recipe(words: Sequence[str], *, command: str = "train") -> tuple[Recip
         problems.append(Problem(key="--config-dir", rule="must be an existing directory", value=str(own_dir)))
         own_dir = None
     given = {f"--{name.replace('_', '-')}": value for name, value in vars(parsed).items() if value}
-    inspections = [flag for flag in INSPECTIONS if flag in given]
     runs = [flag for flag in (DRY_RUN, "--multirun") if flag in given][:1]
-    if len(inspections + runs) > 1:
-        shown = " ".join(inspections + runs)
-        problems.append(Problem(key="flags", rule="cannot be combined", value=shown, remedy="Use one of them."))
+    if CFG in given and runs:
+        problems.append(
+            Problem(key="flags", rule="cannot be combined", value=f"{CFG} {runs[0]}", remedy="Use one of them.")
+        )
     for flag in SHOWING:
-        if flag in given and "--cfg" not in given:
-            rule = "has no effect without --cfg"
-            problems.append(Problem(key=flag, rule=rule, value=flag, remedy="Add --cfg job."))
+        if flag in given and CFG not in given:
+            rule = f"has no effect without {CFG}"
+            problems.append(Problem(key=flag, rule=rule, value=flag, remedy=f"Add {CFG} job."))
     recipe, *overrides = parsed.words or [""]
-    hydra_flags: list[str] = []
-    for flag in ("--multirun", *INSPECTIONS, *SHOWING):
-        hydra_flags += [flag, *([given[flag]] if given[flag] is not True else [])] if flag in given else []
     arguments = RecipeArguments(
         recipe=recipe,
         overrides=long_form(overrides),
@@ -68,8 +66,9 @@ def parse_recipe(words: Sequence[str], *, command: str = "train") -> tuple[Recip
         dry_run=DRY_RUN in given,
         multirun="--multirun" in given,
         best=BEST in given,
-        inspection=inspections[0] if inspections else None,
-        hydra_flags=tuple(hydra_flags),
+        shows_config=CFG in given,
+        resolves="--resolve" in given,
+        package=given.get("--package"),
     )
     return arguments, problems
 

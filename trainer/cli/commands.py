@@ -83,7 +83,7 @@ def _dispatch(words: list[str]) -> int:
         close = nearest(command, PARSERS)
         hint = f"Did you mean parity {close}? " if close else ""
         return refuse("parity", "command", "is not known", command, f"{hint}See parity --help.")
-    if any(flag in rest for flag in HELP_FLAGS) and (command != "train" or all(word.startswith("-") for word in rest)):
+    if any(flag in rest for flag in HELP_FLAGS):
         to_stdout(PARSERS[command].format_help())
         return DONE
     match command:

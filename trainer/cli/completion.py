@@ -8,7 +8,8 @@ that take long are in the branches that need them: the shell waits for the answe
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainer.cli.parsers import COMPLETION, PARSERS
@@ -31,10 +32,7 @@ def complete(words: Sequence[str]) -> int:
     """Answer `parity -sc install=SHELL | uninstall=SHELL | query=SHELL`."""
     arguments = [word for word in words if word not in COMPLETION]
     if len(arguments) == 1 and arguments[0].startswith(("install=", "uninstall=")):
-        from trainer.cli.show import hydra_main
-
-        start = config_dir() / f"{MAIN_CONFIG}.yaml"
-        hydra_main(start, ["-sc", *arguments], own_dir=None)
+        _ask_hydra(config_dir() / f"{MAIN_CONFIG}.yaml", arguments)
         return DONE
     if len(arguments) != 1 or not arguments[0].startswith("query=") or LINE not in os.environ:
         remedy = 'eval "$(parity -sc install=bash)"; also zsh and fish.'
@@ -66,12 +64,30 @@ def _query(query: str, line: str) -> None:
             _offer(own, last)
         recipe = find_recipe(typed[1], own_dir=None)
         if isinstance(recipe, Path) and not last.startswith(OWN_WORDS):
-            from trainer.cli.show import hydra_main
-
             # Hydra cannot parse Parity's own flags and words that are not keys of the config.
             rest = [word for word in typed[2:] if not word.startswith(("--", *OWN_WORDS))]
             os.environ[LINE] = " ".join(["parity", *rest])
-            hydra_main(recipe, ["-sc", query], own_dir=None)
+            _ask_hydra(recipe, [query])
+
+
+def _ask_hydra(recipe: Path, words: Sequence[str]) -> None:
+    """Let Hydra complete for the recipe in the file `recipe`, as if `-sc` and `words` were the command line."""
+    import hydra
+
+    from trainer.compose.hydra_session import VERSION_BASE, register
+
+    def job(composed: object) -> None:
+        raise RuntimeError("Hydra started a job where it should only complete a word")
+
+    register(None)
+    decorated: Callable[[], object] = hydra.main(
+        version_base=VERSION_BASE, config_path=str(recipe.parent), config_name=recipe.stem
+    )(job)
+    command_line, sys.argv = sys.argv, [sys.argv[0], "-sc", *words]
+    try:
+        decorated()
+    finally:
+        sys.argv = command_line
 
 
 def _own_words(command: str) -> list[str]:

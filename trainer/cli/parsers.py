@@ -25,7 +25,7 @@ COMPLETION = ("-sc", "--shell-completion")
 class CommandParser(ArgumentParser):
     """The flags of one command, which may stand anywhere among its words."""
 
-    def __init__(self, text: str, *flags: ArgumentParser, help_shows: str = "this") -> None:
+    def __init__(self, text: str, *flags: ArgumentParser) -> None:
         """`text`: the usage, an empty line, and what the words mean and the command does."""
         usage, _, description = text.partition("\n\n")
         super().__init__(
@@ -38,7 +38,7 @@ class CommandParser(ArgumentParser):
             allow_abbrev=False,
         )
         self.add_argument("words", nargs="*", help=SUPPRESS)
-        self.add_argument(*HELP_FLAGS, action="store_true", help=f"show {help_shows}")
+        self.add_argument(*HELP_FLAGS, action="store_true", help="show this")
 
     def error(self, message: str) -> NoReturn:
         """Raise ArgumentError: argparse would end the process before the other problems are known."""
@@ -102,21 +102,17 @@ def _flag(*names: str, **how: Any) -> ArgumentParser:
     return parser
 
 
-_CFG = ("job", "hydra", "all")
-_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _DRY_RUN = _flag(DRY_RUN, action="store_true", help="check everything, print the plan, start nothing")
 _MULTIRUN = _flag("-m", "--multirun", action="store_true", help="one run per combination of the values")
 _CONFIG_DIR = _flag("-cd", "--config-dir", metavar="DIR", help="a directory with your own recipes and group options")
 _BEST = _flag(BEST, action="store_true", help="of a run: the checkpoint that checkpoint.best_metric kept")
 _ADAPTER = _flag(ADAPTER, action="store_true", help="of a LoRA run: write the adapter by itself, as peft reads it")
 _OUT = _flag("-o", "--out", metavar="FILE", help="the page; else report.html of the run, comparison.html for several")
-_OF_HYDRA = (
-    _flag("-c", "--cfg", choices=_CFG, metavar="|".join(_CFG), help="print the composed config, Hydra's own, or both"),
+_SHOWING = (
+    _flag("-c", "--cfg", choices=("job",), metavar="job", help="print the composed config, start nothing"),
     _flag("--resolve", action="store_true", help="with --cfg: fill in interpolations"),
     _flag("-p", "--package", metavar="KEY", help="with --cfg: print this part only"),
-    _flag("-i", "--info", nargs="?", const="all", choices=_TOPICS, metavar="TOPIC", help=f"print {'|'.join(_TOPICS)}"),
 )
-"""Flags that show a config, with the meaning of Hydra's flags of the same name."""
 
 
 def _options(groups: Mapping[str, Iterable[str]]) -> str:
@@ -137,7 +133,7 @@ parity train <recipe> [flags] [group=option ...] [key=value ...]
 
   Files go to run.dir (outputs/<recipe>/<time>), the runs of a sweep to hydra.sweep.dir. The last line printed by a
   run is the path of its report; a sweep ends with a table and the path of one page of all its runs.
-""", _DRY_RUN, _MULTIRUN, *_OF_HYDRA, _CONFIG_DIR, help_shows="this; with a recipe: its groups and its config"),
+""", _DRY_RUN, _MULTIRUN, *_SHOWING, _CONFIG_DIR),
     CommandParser("""\
 parity resume <run.dir> [flags] [group=option ...] [key=value ...]
 
@@ -145,7 +141,7 @@ parity resume <run.dir> [flags] [group=option ...] [key=value ...]
   key=value            what is to change, for example run.num_steps=100; everything else stays as it was
 
   Fewer steps than the run has taken are refused. A config.yaml that changes is kept under another name.
-""", _DRY_RUN, *_OF_HYDRA, _CONFIG_DIR),
+""", _DRY_RUN, *_SHOWING, _CONFIG_DIR),
     CommandParser("""\
 parity study <recipe> [study.key=value ...] [flags] [group=option ...] [key=value ...]
 

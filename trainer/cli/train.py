@@ -17,12 +17,10 @@ from trainer.cli.job import launch, load_tasks
 from trainer.cli.plan import render_plans
 from trainer.cli.resume import COMMAND as RESUME
 from trainer.cli.resume import recorded_recipe, resolve_start, resume_words
-from trainer.cli.show import show
 from trainer.cli.sweep import COMMAND, place_in_wandb
 from trainer.compose.catalog import find_recipe, recipe_files
-from trainer.compose.compose import hydra_problems, resolve
+from trainer.compose.compose import resolve, tree_text
 from trainer.compose.outcome import DONE, refuse, report
-from trainer.compose.overrides import override_words
 from trainer.config.paths import recipe_dir
 from trainer.rundir.run_dir import CONFIG_FILE
 from trainer.text.plain import to_stderr, to_stdout
@@ -68,8 +66,8 @@ def _checked_train(
 
     If `shown_as` is given, problems name this file instead of `recipe`.
     """
-    if arguments.inspection is not None:
-        return _inspect(recipe, arguments, problems, command=command)
+    if arguments.shows_config:
+        return _show(recipe, arguments, problems, command=command)
     resolution, found = resolve_start(recipe, arguments, shown_as=shown_as)
     if resolution.multirun and not problems and not found:
         place_in_wandb(resolution)
@@ -85,17 +83,17 @@ def _checked_train(
     return report([*problems, *found], command=command) if problems or found else launch(resolution, command=command)
 
 
-def _inspect(recipe: Path, arguments: RecipeArguments, problems: list[Problem], *, command: str) -> int:
-    """Show what Hydra composes, also of an incomplete or invalid config, with a note that the run would be refused."""
-    own_dir = arguments.own_dir
-    problems += hydra_problems(recipe, arguments.overrides, own_dir=own_dir)
-    if problems:
-        return report(problems, command=command)
-    resolution = resolve(recipe, arguments.overrides, own_dir=own_dir, multirun=False)
-    refused = resolution.problems
-    overrides = [*arguments.overrides, *override_words(resolution.runs[0].from_home)]
-    if said := show(recipe, arguments.hydra_flags, overrides, own_dir=own_dir):
-        return report(refused or [said], command=command)
+def _show(recipe: Path, arguments: RecipeArguments, problems: list[Problem], *, command: str) -> int:
+    """Print the composed config, also of one whose values break a rule, with a note that the run would be refused."""
+    resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=False)
+    [run], refused = resolution.runs, resolution.problems
+    of_words = [problem for problem in refused if problem not in run.problems]
+    if problems or of_words or run.tree is None:
+        return report([*problems, *refused], command=command)
+    text = tree_text(run.tree, arguments.package, resolve=arguments.resolves)
+    if isinstance(text, Problem):
+        return report([text], command=command)
+    to_stdout(text)
     if refused:
         to_stderr(f"note: a run with this configuration is refused, the first reason is: {refused[0]}\n")
     return DONE

@@ -18,11 +18,10 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from algorithms.config import NOT_SET, Problem
 from rollout.config import EngineConfig
@@ -52,8 +51,8 @@ class ComposedRun:
 
     overrides: tuple[str, ...]
     """Overrides of the run, without the override of the recipe's name."""
-    from_home: Mapping[str, object]
-    """Key -> value of each key in which a home directory has replaced a ~."""
+    tree: DictConfig | None
+    """What was composed, with interpolations and unchecked by rules; None if a key or a value is unreadable."""
     config: TrainConfig | None
     """Checked config of the run; None if the run has problems."""
     problems: tuple[Problem, ...]
@@ -114,15 +113,15 @@ def _compose_run(
         root, defaults, files = _compose(recipe, overrides, loader=loader, found=problems)
     except Exception as error:  # Invalid YAML, a cycle: Hydra lets errors of other packages through.
         problems.append(_not_composed(error, recipe))
-    config, model, output_dir, has_default_dir, chosen = None, None, None, False, _chosen(defaults)
-    from_home: dict[str, object] = {}
+    config, tree, model, output_dir, has_default_dir, chosen = None, None, None, None, False, _chosen(defaults)
     if root is not None:
         _drop_replaced(root, chosen, overrides, files)
-        from_home, without_home = expand_homes(root, get_type_hints(TrainConfig) | chosen)
+        without_home = expand_homes(root, get_type_hints(TrainConfig) | chosen)
         config, unreadable, broken = build_config(root, chosen)
         unreadable += without_home
         named = {problem.key.rpartition(": ")[2] for problem in problems}
         problems += _located([found for found in unreadable if found.key not in named], overrides, files)
+        tree = None if problems else root
         named |= {problem.key for problem in without_home}
         problems += [found for found in broken if found.key not in named and not found.key.startswith(unneeded)]
         keys = [problem.key for problem in (*problems, *unreadable)]
@@ -138,7 +137,7 @@ def _compose_run(
             problems.append(Problem(key="run.dir", rule=rule, value=root.run.dir, remedy=remedy))
     return ComposedRun(
         overrides=tuple(word for word in words if not word.startswith(SWEEP_DIR)),
-        from_home=from_home,
+        tree=tree,
         config=None if problems else config,
         problems=tuple(problems),
         model=model,
@@ -203,17 +202,6 @@ def _of_defaults(recipe: Path, shown: object) -> Problem:
     rule, given = (f"is missing; it {rule}", NOT_SET) if shown is None else (rule, shown)
     remedy = f"For example defaults: [/{MAIN_CONFIG}, override /model: hf, override /data: file, _self_]."
     return Problem(key=f"{recipe}: defaults", rule=rule, value=given, remedy=remedy)
-
-
-def hydra_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> list[Problem]:
-    """Problems of what the recipe says about Hydra itself; none if it cannot be composed, which Hydra then reports."""
-    with hydra_session(recipe, own_dir) as loader:
-        try:
-            overrides = [override.input_line or "" for override in parse(words, loader=loader, multirun=True)[0]]
-            defaults = loader.compute_defaults_list(recipe.stem, overrides, RunMode.RUN).defaults
-            return _about_hydra(defaults, list(_files(defaults, loader)))
-        except (HydraException, OmegaConfBaseException, OSError, ValueError, YAMLError):
-            return []
 
 
 def _about_hydra(defaults: Sequence[ResultDefault], files: Sequence[YamlFile]) -> list[Problem]:
@@ -428,6 +416,16 @@ def _wrong_choice(said: str, recipe: Path) -> Problem | None:
         remedy = f"Move - override /{group}: {option} behind - {entry}."
         return Problem(key=key, rule=rule, value=f"override {group}: {option}", remedy=remedy)
     return None
+
+
+def tree_text(tree: DictConfig, key: str | None, *, resolve: bool) -> str | Problem:
+    """A composed config, or its part under `key`, as YAML; the Problem of a part that is not there."""
+    own = OmegaConf.masked_copy(tree, [name for name in map(str, tree) if name != HYDRA_KEY])
+    part = own if key is None else OmegaConf.select(own, key)
+    if not OmegaConf.is_config(part):
+        remedy = f"Sections: {', '.join(map(str, own))}."
+        return Problem(key="--package", rule="must be a section", value=key, remedy=remedy)
+    return OmegaConf.to_yaml(part, resolve=resolve)
 
 
 def _near(word: str, beside: Path) -> str | None:

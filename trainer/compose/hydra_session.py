@@ -2,7 +2,7 @@
 
 Hydra composes plain values: an unknown key or a wrong type does not stop Hydra, so that `read.py` can check the whole
 result against the dataclasses and report all problems at once. `compose.py` composes inside a `hydra_session`;
-`trainer/cli/show.py` registers the same directories for hydra.main.
+`trainer/cli/completion.py` registers the same directories for hydra.main.
 """
 
 from __future__ import annotations

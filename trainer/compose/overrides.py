@@ -65,14 +65,6 @@ def lenient(override: Override) -> str:
     return f"++{word}" if is_value else word
 
 
-def as_hydra_reads(word: str) -> str:
-    """The same word for Hydra's own composition, which accepts a key of an open mapping only with a plus sign."""
-    word = quoted_home(word)
-    key = word.lstrip("+").partition("=")[0]
-    is_open = not word.startswith(("~", "hydra.")) and (word.startswith("+") or key.count(".") > 1)
-    return f"++{word.lstrip('+')}" if is_open else word
-
-
 def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tuple[list[Override], list[Problem]]:
     """Parse `words` -> (overrides, problems of the words that are unreadable or have no effect)."""
     parser = OverridesParser.create(config_loader=loader)

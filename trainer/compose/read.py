@@ -108,7 +108,7 @@ def read_own_keys(kind: type[Config], words: Sequence[str], *, section: str) -> 
     # YAML reads a bare ~ as null.
     given = OmegaConf.from_dotlist([f"{word[:-1]}'~'" if word.endswith("=~") else word for word in words])
     root = OmegaConf.create({section: OmegaConf.merge(plain(kind), given.get(section, {}))})
-    _, found = expand_homes(root, {section: kind})
+    found = expand_homes(root, {section: kind})
     made = read_section(kind, root._get_node(section), [section], {section: kind}, found)
     named = {problem.key for problem in found}
     found += [broken for rule in made.problems() if (broken := rule.under(section)).key not in named]
