@@ -169,7 +169,7 @@ def test_a_sweep_has_a_home_directory_in_each_value_and_in_its_own_directory(hom
         ("~/${oc.env:UNSET_HERE,${run.recipe}}/x,~/b", ["/arithmetic_grpo/x", "/b"]),
         ("choice(~/a,'~/b,c')", ["/a", "/b,c"]),
         ("sort(~/b=2,~/a:1 x)", ["/a:1 x", "/b=2"]),
-        ("~/a [1],~/{b}#2,~/c\\,d", ["/a [1]", "/{b}#2", "/c,d"]),
+        ("~/a #1,~/b#2,~/c\\,d,~/it's", ["/a #1", "/b#2", "/c,d", "/it's"]),
     ],
 )
 def test_a_sweep_takes_from_home_what_it_takes_elsewhere(home: Path, value: str, expected: list[str]) -> None:
@@ -181,7 +181,7 @@ def test_a_sweep_takes_from_home_what_it_takes_elsewhere(home: Path, value: str,
     assert resolution.run_dir(1) == home / "sw" / "arithmetic_grpo" / "1"
 
 
-@pytest.mark.parametrize("value", ["glob(~/data/*)", "~/it's,~/b", "[~/a,(~/b]", "tag(~/a)"])
+@pytest.mark.parametrize("value", ["glob(~/data/*)", "~/a [1],~/b", "[~/a,(~/b]", "tag(~/a)"])
 def test_a_path_of_a_sweep_that_is_refused_is_quoted_as_it_was_typed(home: Path, value: str) -> None:
     [problem] = resolved("run.seed=0,1", f"critic.path={value}", multirun=True).problems
     assert problem.key == "critic.path" and problem.value in (value, f"critic.path={value}")

@@ -15,7 +15,6 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
-from hydra.grammar.gen.OverrideLexer import InputStream, OverrideLexer  # type: ignore[attr-defined]  # generated
 
 from algorithms.config import Problem
 from trainer.config.train import GROUPS
@@ -24,15 +23,12 @@ SWEEP_DIR = "hydra.sweep.dir"
 """Key of the directory of a sweep, the only key of Hydra's own config that has an effect."""
 _APART = re.compile(r"(?:^|\0)([^\0= ]+)(?: +=|\0=|=\0)[ \0]*([^\0=]*)(?=\0|$)")
 """In words joined by NUL: a key, and its value, that are apart as in `optim.lr = 1e-3`."""
-_CLOSING = {
-    OverrideLexer.POPEN: OverrideLexer.PCLOSE,
-    OverrideLexer.BRACKET_OPEN: OverrideLexer.BRACKET_CLOSE,
-    OverrideLexer.BRACE_OPEN: OverrideLexer.BRACE_CLOSE,
-}
-"""Token that opens a list, a mapping or the arguments of a function -> token that closes it."""
-_NAMING = {(OverrideLexer.BRACE_CLOSE, OverrideLexer.COLON), (OverrideLexer.PCLOSE, OverrideLexer.EQUAL)}
-"""(token that closes a mapping or arguments, token in it that stands between a name and its value)."""
-_INTERPOLATION = re.compile(r"\$\{[^}]*\}")
+_HOLE = r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}"
+_WITH_TILDE = re.compile(
+    rf"""'(?:\\.|[^'])*'|"(?:\\.|[^"])*"|{_HOLE}"""
+    rf"""|(?:^|(?<=[\[{{(,:]))(?P<path>[^\[\]{{}}(),:'"~]*~(?:{_HOLE}|\\.|[^,\]}})])*)"""
+)
+"""A text in quotes or an interpolation, else a text with a ~: a whole value, or one of a list, a mapping, a sweep."""
 _ESCAPE = re.compile(r"\\([\\()\[\]{}:=, \t])")
 """A character after a backslash, which Hydra takes away in a text without quotes, and keeps within quotes."""
 _SHORT, _LONG = "resume=", "run.resume="
@@ -85,40 +81,18 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
 
 
 def quoted_home(word: str, *, sweeps: bool = False) -> str:
-    """The same word, with quotes around each path that holds a ~, which Hydra's grammar refuses without them.
+    """The same word, with quotes around each text that holds a ~, which Hydra's grammar refuses without them.
 
-    A value that begins with ~ is one path, unless the word `sweeps`. Else Hydra's own tokens say where a text ends; a
-    ~ in quotes or in an interpolation needs no quotes of ours.
+    A value that begins with ~ is one path, unless the word `sweeps`.
     """
     key, is_set, value = word.partition("=")
     if value.startswith("~") and not sweeps:
         return f"{key}={_literal(value)}"
-    lexer = OverrideLexer(InputStream(value.replace("~", "?")))  # in a text Hydra takes a ?, but no ~
-    lexer.removeErrorListeners()  # what is no token stays in its text, or is refused when the word is parsed
-    lexer.mode(OverrideLexer.VALUE_MODE)
-    shown, begin = "", 0
-    closing: list[int] = []
-    for token in lexer.getAllTokens():
-        is_path = _is_path(value[begin : token.start])
-        if token.type in _CLOSING and not is_path:
-            closing.append(_CLOSING[token.type])
-        elif closing and token.type == closing[-1]:
-            closing.pop()
-        elif token.type != OverrideLexer.COMMA and (is_path or (*closing[-1:], token.type) not in _NAMING):
-            continue
-        shown += _as_path(value[begin : token.start]) + value[token.start : token.stop + 1]
-        begin = token.stop + 1
-    return f"{key}{is_set}{shown}{_as_path(value[begin:])}"
 
+    def quoted(found: re.Match[str]) -> str:
+        return found[0] if found["path"] is None else _literal(found["path"].strip())
 
-def _is_path(text: str) -> bool:
-    """Whether a ~ is in a text that has no quotes, interpolations aside."""
-    bare = _INTERPOLATION.sub("", text)
-    return "~" in bare and not {"'", '"'} & set(bare)
-
-
-def _as_path(text: str) -> str:
-    return _literal(text.strip()) if _is_path(text) else text
+    return f"{key}{is_set}{_WITH_TILDE.sub(quoted, value)}"
 
 
 def _literal(text: str) -> str:
