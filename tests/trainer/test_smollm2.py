@@ -36,7 +36,7 @@ from trainer.models.smollm2 import FILES, PACKAGE, WEIGHTS, Package, SmolLM2Erro
 from trainer.rundir.cache import ABANDONED_AFTER_S, Progress, default_cache_dir, find_damage
 
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, MLP, LAYERS = 64, 2, 1, 32, 96, 2
-RUNNING = r"converting .*, \d+ s"
+RUNNING = "converting"
 """Detail of a report while the child that converts is running."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["Ġ Ġ", "h a", "ha s"]

