@@ -23,9 +23,7 @@ from pathlib import Path
 import torch
 
 from trainer.replay.bundle import Bundle
-from trainer.replay.peers.jsonl import Row, rows
-from trainer.replay.peers.rows import Problems, Response, Source, bundle_from, number
-from trainer.replay.peers.sequences import Names, sequence_of
+from trainer.replay.peers.rows import Names, Problems, Response, Row, Source, bundle_from, number, rows, sequence_of
 
 KIND = "train_data_step file of NeMo-RL"
 NAMES = Names(mask="token_loss_mask", rollout_logprobs="generation_logprobs", old_logprobs="prev_logprobs")

@@ -24,9 +24,18 @@ import torch
 from torch import Tensor
 
 from trainer.replay.bundle import Bundle
-from trainer.replay.peers.jsonl import Row, rows
-from trainer.replay.peers.rows import Problems, Response, Source, bundle_from, floats, number
-from trainer.replay.peers.sequences import Names, sequence_of
+from trainer.replay.peers.rows import (
+    Names,
+    Problems,
+    Response,
+    Row,
+    Source,
+    bundle_from,
+    floats,
+    number,
+    rows,
+    sequence_of,
+)
 
 KIND = "token export of prime-rl"
 NAMES = Names(mask="loss_mask", rollout_logprobs="inference_logprobs", old_logprobs="trainer_logprobs")

@@ -9,13 +9,12 @@ import re
 from pathlib import Path
 
 from trainer.replay.bundle import Bundle, BundleError, read_bundle
-from trainer.replay.peers.jsonl import first_keys
 from trainer.replay.peers.nemo_rl import NAMES as OF_NEMO_RL
 from trainer.replay.peers.nemo_rl import read_nemo_rl
 from trainer.replay.peers.places import JSONL_OF_RANK, rank_files, rollout_of
 from trainer.replay.peers.prime_rl import NAMES as OF_PRIME_RL
 from trainer.replay.peers.prime_rl import read_prime_rl
-from trainer.replay.peers.rows import HOW
+from trainer.replay.peers.rows import HOW, first_keys
 from trainer.replay.peers.slime import read_slime
 
 ZIP = b"PK\x03\x04"

@@ -1,8 +1,13 @@
-"""What the readers share: problems of a file, numbers of its rows, and responses -> a bundle."""
+"""What the readers share: problems of a file, its rows and numbers, whole sequences, and responses -> a bundle.
+
+JSON Lines are read row by row: a file of a million tokens is never in memory as a whole. Some trainers write NaN and
+Infinity, which are no JSON; Python's own reader takes them, and they read as numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -136,3 +141,129 @@ def sampled_part(mask: Tensor) -> slice:
     """[L] bool -> from the first to the last token where it is True; empty if there is none."""
     places = mask.nonzero().flatten()
     return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of a file."""
+
+    place: str
+    """Such as "line 3"."""
+    values: dict[str, object]
+
+    def floats(self, name: str, problems: Problems) -> Tensor | None:
+        """[L] float32 of a key, or None; that it is there but no list of numbers is noted."""
+        return self._tensor(name, problems, floats(self.values.get(name)))
+
+    def integers(self, name: str, problems: Problems) -> Tensor | None:
+        """[L] int32 of a key, or None; that it is there but no list of whole numbers is noted."""
+        return self._tensor(name, problems, integers(self.values.get(name)))
+
+    def _tensor(self, name: str, problems: Problems, found: Tensor | None) -> Tensor | None:
+        if found is None and self.values.get(name) is not None:
+            problems.add(f"{name} is no list of numbers", place=self.place)
+        return found
+
+    def lack(self, wanted: dict[str, str], problems: Problems) -> bool:
+        """Whether one of the keys of `wanted` is missing; each is noted, with its text: what it means."""
+        missing = [name for name in wanted if self.values.get(name) is None]
+        for name in missing:
+            problems.add(f"no {name}: {wanted[name]}", place=self.place)
+        return bool(missing)
+
+
+def rows(path: Path, problems: Problems) -> Iterator[Row]:
+    """Yield the rows that are JSON objects; every other line that is not empty is noted."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"line {number:,}"
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                problems.add(f"is no JSON ({error})", place=place)
+                continue
+            if isinstance(values, dict):
+                yield Row(place=place, values=values)
+            else:
+                problems.add("is no JSON object", place=place)
+
+
+def first_keys(path: Path) -> set[str]:
+    """The keys of the first row that is a JSON object; empty if there is none."""
+    unused = Problems(path, kind="JSON Lines")
+    return next((set(row.values) for row in rows(path, unused)), set())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """The keys under which NeMo-RL, or prime-rl, writes what every sequence needs, prompt included."""
+
+    mask: str
+    rollout_logprobs: str
+    old_logprobs: str
+
+    def missing(self, row: Row, problems: Problems) -> bool:
+        """True if `row` lacks a required key; notes each missing key in `problems`, with what it means."""
+        wanted = {
+            self.mask: "which tokens the model sampled is not known",
+            self.rollout_logprobs: "there are no log-probs of the engine",
+            self.old_logprobs: "there are no log-probs of the trainer",
+        }
+        return row.lack(wanted, problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WholeSequence:
+    """The lists of one row. S: tokens of the sequence, with prompt and padding."""
+
+    sampled: Tensor
+    """[S] bool, by the trainer's mask."""
+    rollout_logprobs: Tensor
+    """[S] float32, of the token at the same place."""
+    old_logprobs: Tensor
+    """[S] float32."""
+    advantages: Tensor | None
+    """[S] float32."""
+    token_ids: Tensor | None
+    """[S] int32."""
+
+    def response(self, counts: Tensor, *, reward: float | None = None) -> Response:
+        """The response in it; `counts` [S] bool: a sampled token may still be one that does not count."""
+        part = sampled_part(self.sampled)
+        return Response(
+            rollout_logprobs=self.rollout_logprobs[part],
+            old_logprobs=self.old_logprobs[part],
+            mask=(self.sampled & counts)[part],
+            advantages=None if self.advantages is None else self.advantages[part],
+            token_ids=None if self.token_ids is None else self.token_ids[part],
+            reward=reward,
+        )
+
+
+def sequence_of(row: Row, names: Names, problems: Problems) -> WholeSequence | None:
+    """The lists of `row`; None if one is missing, or no list of numbers, or not as long as the others. All is noted."""
+    if names.missing(row, problems):
+        return None
+    mask = row.floats(names.mask, problems)
+    rollout = row.floats(names.rollout_logprobs, problems)
+    old = row.floats(names.old_logprobs, problems)
+    advantages, token_ids = row.floats("advantages", problems), row.integers("token_ids", problems)
+    if mask is None or rollout is None or old is None:
+        return None
+    found = {
+        names.mask: mask,
+        names.rollout_logprobs: rollout,
+        names.old_logprobs: old,
+        "advantages": advantages,
+        "token_ids": token_ids,
+    }
+    lengths = {name: len(each) for name, each in found.items() if each is not None}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} has {length:,}" for name, length in lengths.items())
+        problems.add(f"the lists are not of one length: {told}", place=row.place)
+        return None
+    return WholeSequence(
+        sampled=mask != 0, rollout_logprobs=rollout, old_logprobs=old, advantages=advantages, token_ids=token_ids
+    )

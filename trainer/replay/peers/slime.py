@@ -24,10 +24,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from trainer.replay.bundle import Bundle
-from trainer.replay.peers.rows import Problems, Response, Source, bundle_from, floats, integers, number
-from trainer.replay.peers.torch_file import load_torch_file
+from trainer.replay.bundle import Bundle, BundleError
+from trainer.replay.peers.rows import HOW, Problems, Response, Source, bundle_from, floats, integers, number
 
 VERSION = 2
 """Value of slime's `format_version`; others are refused."""
@@ -104,6 +104,30 @@ def read_slime(paths: Sequence[Path]) -> Bundle:
         problems.add("it has no response")
     source = Source(producer=producer, step=min(rollouts, default=None), more=more)
     return bundle_from(responses, source, problems)
+
+
+def load_torch_file(path: Path) -> dict[object, object]:
+    """The dict in the file `path`, tensors on the host; nothing in it is run.
+
+    `weights_only` makes tensors, numbers, texts and containers, and nothing else. Raises BundleError for a file that is
+    damaged or holds more.
+    """
+    try:
+        foreign = get_unsafe_globals_in_checkpoint(path)
+        if not foreign:
+            # mmap: routed experts and the like may be many times as large as what is read.
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch raises a class of pickle's, and several others, for a damaged file
+        raise BundleError(f"{path} is no torch file that can be read: {error}") from error
+    if foreign:
+        raise BundleError(
+            f"{path} holds objects of {', '.join(sorted(foreign))}: only tensors, numbers, texts and containers are "
+            f"loaded, because anything else can run code. In the trainer, make them plain numbers before the file is "
+            f"written (float(x), x.tolist()), or write a bundle ({HOW})"
+        )
+    if not isinstance(found, dict):
+        raise BundleError(f"{path} holds a {type(found).__name__}, not the dict that slime and miles write ({HOW})")
+    return found
 
 
 def _whole(value: object, default: int) -> int:
