@@ -14,8 +14,8 @@ from algorithms.config import TISConfig
 from algorithms.correction import correct
 from algorithms.tokens import Tokens
 from trainer.replay.bundle import Bundle
-from trainer.replay.bundle_results import replay_bundle
 from trainer.replay.peers.recognise import read_any
+from trainer.replay.results import replay_bundle
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "bundle.md"
 AGREES = 1e-6

@@ -20,9 +20,9 @@ from algorithms.kl import k1, k3
 from trainer.cli.commands import run
 from trainer.replay import bundle_step
 from trainer.replay.bundle import FORMAT, Bundle, BundleError, read_bundle, write_bundle
-from trainer.replay.bundle_results import mode_rows, replay_bundle
 from trainer.replay.bundle_step import bundle_of
 from trainer.replay.modes import of_bundle
+from trainer.replay.results import replay_bundle
 
 LENGTHS = [3, 1, 5, 2]
 TOKENS = sum(LENGTHS)
@@ -138,7 +138,7 @@ def test_a_bundle_of_a_dump_says_what_the_dump_says(tmp_path: Path, mini_batch_p
 
 def test_without_advantages_nothing_is_said_of_the_loss() -> None:
     replay = replay_bundle(Bundle(**tensors(advantages=None)), of_bundle())
-    titles, *rows = mode_rows(replay)
+    titles, *rows = replay.mode_rows()
     assert len(rows) > 15
     assert {row[titles.index(name)] for row in rows for name in ("loss", "lr A>0", "lr A<0")} == {"-"}
     assert any("no advantages" in fact for fact in replay.facts())

@@ -24,9 +24,9 @@ from algorithms.correction import correct
 from algorithms.tokens import Tokens
 from trainer.cli.commands import run
 from trainer.replay.bundle import Bundle, BundleError, read_bundle
-from trainer.replay.bundle_results import replay_bundle
 from trainer.replay.peers.recognise import read_any
 from trainer.replay.peers.slime import Part, Rank, cp_places
+from trainer.replay.results import replay_bundle
 
 FILES = Path(__file__).parent / "peer_files"
 NEMO = FILES / "train_data_step12.jsonl"

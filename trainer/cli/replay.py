@@ -8,7 +8,7 @@ All problems are reported together before torch is loaded. Called by `commands.p
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from trainer.rundir.run_dir import CONFIG_FILE, runs_inside, unusable_problem
 from trainer.text.plain import to_stdout
 
 if TYPE_CHECKING:
+    from trainer.replay.bundle import Bundle
     from trainer.replay.results import Replay
 
 NAME = "parity replay"
@@ -132,45 +133,42 @@ def _replay_run(arguments: Arguments) -> int:
     if config is None:
         return report(list(resolution.problems), command=command)
     # Imported late, because these lines import torch.
-    from trainer.cli.job import failed
-    from trainer.replay.bundle import write_bundle
     from trainer.replay.bundle_step import bundle_of
-    from trainer.replay.results import replay_step, write_replay
+    from trainer.replay.results import replay_step
 
-    try:
-        replay = replay_step(dump, config, arguments.modes, run_dir=arguments.source)
-        to_stdout(render_replay(replay))
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        result, page = write_replay(replay, arguments.out)
-        if arguments.bundle is not None:
-            arguments.bundle.parent.mkdir(parents=True, exist_ok=True)
-            write_bundle(bundle_of(replay.step, dump.description, config), arguments.bundle)
-    except Exception as error:
-        return failed(error, arguments.out, command=NAME)
-    to_stdout(f"{result}\n{page}\n" + ("" if arguments.bundle is None else f"{arguments.bundle}\n"))
-    return DONE
+    return _written(
+        arguments,
+        lambda: replay_step(dump, config, arguments.modes, run_dir=arguments.source),
+        lambda replay: bundle_of(replay.step, dump.description, config),
+    )
 
 
 def _replay_bundle(arguments: Arguments) -> int:
     # Imported late, because these lines import torch.
-    from trainer.cli.job import failed
-    from trainer.replay.bundle import BundleError, write_bundle
-    from trainer.replay.bundle_results import mismatch_rows, mode_rows, replay_bundle, write_bundle_replay
+    from trainer.replay.bundle import BundleError
     from trainer.replay.peers.recognise import read_any
+    from trainer.replay.results import replay_bundle
 
     try:
         bundle = read_any(arguments.source, step=arguments.step)
     except BundleError as error:
         return report([str(error)], command=f"{NAME} {arguments.source}")
+    return _written(arguments, lambda: replay_bundle(bundle, arguments.modes), lambda _: bundle)
+
+
+def _written(arguments: Arguments, make: Callable[[], Replay], to_bundle: Callable[[Replay], Bundle]) -> int:
+    """Make the replay, print it, and write its files, and the step as a bundle if that is asked for."""
+    from trainer.cli.job import failed
+    from trainer.replay.bundle import write_bundle
+
     try:
-        replay = replay_bundle(bundle, arguments.modes)
-        facts = "\n".join(replay.facts())
-        to_stdout(f"{facts}\n\n{rows_text(mismatch_rows(replay))}\n{rows_text(mode_rows(replay))}")
+        replay = make()
+        to_stdout(render_replay(replay))
         arguments.out.mkdir(parents=True, exist_ok=True)
-        result, page = write_bundle_replay(replay, arguments.out)
+        result, page = replay.write(arguments.out)
         if arguments.bundle is not None:
             arguments.bundle.parent.mkdir(parents=True, exist_ok=True)
-            write_bundle(bundle, arguments.bundle)
+            write_bundle(to_bundle(replay), arguments.bundle)
     except Exception as error:
         return failed(error, arguments.out, command=NAME)
     to_stdout(f"{result}\n{page}\n" + ("" if arguments.bundle is None else f"{arguments.bundle}\n"))
@@ -178,9 +176,8 @@ def _replay_bundle(arguments: Arguments) -> int:
 
 
 def render_replay(replay: Replay) -> str:
-    """Text with facts about the step, one row per mode, and the refused modes with their reasons."""
-    from trainer.replay.results import mode_table
-
+    """Text with facts about the step, the mismatch of a bundle, one row per mode, and the refused modes."""
     facts = "\n".join(replay.facts())
+    mismatch = "".join(f"{rows_text(rows)}\n" for _, rows, *_ in replay.measured()[:1])
     refused = (f"{mode.name} is refused: {mode.refusal}\n" for mode in replay.refused)
-    return f"{facts}\n\n{rows_text(mode_table(replay.scores))}{''.join(refused)}"
+    return f"{facts}\n\n{mismatch}{rows_text(replay.mode_rows())}{''.join(refused)}"

@@ -56,15 +56,15 @@ def _report_bundle(file: Path, out: Path) -> int:
         return report(problems, command=command)
     # Imported late, because these lines import torch.
     from trainer.replay.bundle import BundleError
-    from trainer.replay.bundle_results import render_bundle, replay_bundle
     from trainer.replay.modes import of_bundle
     from trainer.replay.peers.recognise import read_any
+    from trainer.replay.results import replay_bundle
 
     try:
         replay = replay_bundle(read_any(file, step=None), of_bundle())
     except BundleError as error:
         return report([str(error)], command=command)
-    write_whole(out, render_bundle(replay, numbers=f"{file.name}, and parity replay prints them"))
+    write_whole(out, replay.page(numbers=f"{file.name}, and parity replay prints them"))
     to_stdout(f"{out}\n")
     return DONE
 

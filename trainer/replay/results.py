@@ -1,24 +1,34 @@
-"""`parity replay`: a dump scored under every requested mode, as replay.json and replay.html.
+"""`parity replay`: a step of a run's dump, or a bundle, under every requested mode, as replay.json and replay.html.
 
-No Ray and no engine is started. The page has no script and opens offline.
+No model, no Ray and no engine is started. The page has no script and opens offline.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from algorithms.config import PPOClipConfig, TISConfig
+from algorithms.histograms import Bins, HistogramArrays, MismatchHistograms, mismatch_histograms
 from algorithms.objective import objective, reference_term
 from rollout.processes.custom_class import own_choices
+from rollout.task_config import ArithmeticDataConfig
+from trainer.config.guard import MismatchGuardConfig, Reading
 from trainer.config.train import TrainConfig
-from trainer.replay.modes import Mode, RefusedMode, chosen_modes
+from trainer.config.training import ArithmeticModelConfig, BatchConfig
+from trainer.policy.step import compared_logprobs
+from trainer.replay.bundle import Bundle
+from trainer.replay.bundle_step import step_of
+from trainer.replay.modes import RUN, Mode, RefusedMode, chosen_modes
 from trainer.replay.recorded import RecordedStep, read_step
 from trainer.replay.score import MAX_WEIGHT, ModeScore, scored_modes
-from trainer.report.frame import render_tables, write_results
+from trainer.report.frame import TablePart, render_tables, write_results
 from trainer.rundir.dump import Dump
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import METRICS_FILE
@@ -26,7 +36,12 @@ from trainer.text.plain import counted
 
 NAME = "replay"
 """Of the files replay.json and replay.html."""
-FORMAT = 2
+FORMAT, BUNDLE_FORMAT = 2, 1
+"""Versions of replay.json for a run, and for a bundle."""
+PLAIN = "recompute"
+"""The mode that compares with pi_old and corrects nothing."""
+NUM_THREADS = 1
+"""Threads of torch for a bundle. Where a training is running beside it, several would mostly wait for each other."""
 COLUMNS: Mapping[str, str] = {
     "loss": "loss/policy",
     "weight": "mismatch/is/applied_mean",
@@ -49,6 +64,20 @@ bound, applied: of the weights in the loss. kept: share of the response tokens i
 weight that bounds took off. lr A>0, lr A<0: what is left of the learning rate, sum |w A| / sum |A|. K3: the mismatch,
 nats.
 """
+NUMBERS = {
+    "K3": ("mismatch/k3", "KL(engine | trainer) by the estimator k3, nats per token"),
+    "k1": ("mismatch/k1", "the estimator k1, nats per token"),
+    "largest |difference|": ("mismatch/abs_logdiff_max", "of a log-prob, nats"),
+    "mean |difference|": ("mismatch/abs_logdiff_mean", "of a log-prob, nats"),
+    "mean |probability difference|": ("mismatch/prob_diff_mean", ""),
+    "largest probability difference": ("mismatch/prob_diff_max", ""),
+    "mean raw weight": ("mismatch/is/raw_mean", "of pi_old / mu; 1 where nothing but the mismatch is in it"),
+    "ESS of tokens": ("mismatch/ess/raw_token", "share of the tokens that count with these weights"),
+    "ESS of responses": ("mismatch/ess/raw_seq", "the same of whole responses"),
+    "tail index": ("mismatch/khat/token", "Pareto k of the weights; above 0.7 their mean is not to be trusted"),
+    "invalid tokens": ("mismatch/invalid_tokens", "without a log-prob on both sides"),
+}
+"""Title -> (metric, what it is), in the order of the table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,20 +109,79 @@ class Reproduction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Replay:
+class Replay(ABC):
     """A step under every mode."""
 
-    dump: Dump
     step: RecordedStep
     modes: list[Mode]
-    """Modes that can be used on the step, the run's own first."""
+    """Modes that can be used on the step."""
     scores: list[ModeScore]
     """A score for each of `modes`."""
     refused: list[RefusedMode]
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """Title of the page."""
+
+    @abstractmethod
+    def facts(self) -> list[str]:
+        """What is to be known of the step, a line each."""
+
+    @abstractmethod
+    def described(self) -> dict[str, object]:
+        """What replay.json has beside the modes, as JSON values."""
+
+    def measured(self) -> list[TablePart]:
+        """Tables before that of the modes."""
+        return []
+
+    def mode_rows(self) -> list[tuple[str, ...]]:
+        """The table of the modes, titles first; without advantages no loss is known."""
+        return mode_table(self.scores)
+
+    def record(self) -> dict[str, object]:
+        """The whole replay as JSON values."""
+        modes = [
+            {
+                "name": score.name,
+                "objective": objective_of(mode.config),
+                "metrics": {key: finite(value) for key, value in score.metrics.items()},
+            }
+            for mode, score in zip(self.modes, self.scores, strict=True)
+        ]
+        refused = [{"name": mode.name, "reason": mode.refusal} for mode in self.refused]
+        return {**self.described(), "modes": modes, "refused": refused}
+
+    def page(self, *, numbers: str = f"{NAME}.json beside this page") -> str:
+        """The page as HTML; `numbers` says where its numbers are."""
+        refused = [(mode.name, mode.refusal) for mode in self.refused]
+        objectives = [(mode.name, objective_of(mode.config)) for mode in self.modes]
+        parts: list[TablePart] = [
+            *self.measured(),
+            ("Modes", self.mode_rows(), 1, HOW_TO_READ),
+            ("Refused", [("mode", "reason"), *refused], 2, ""),
+            ("What each mode minimises", [("mode", "objective"), *objectives], 2, ""),
+        ]
+        return render_tables(self.title, facts=self.facts(), parts=parts, numbers=numbers)
+
+    def write(self, directory: Path) -> tuple[Path, Path]:
+        """Write replay.json and replay.html, each atomically; returns their paths."""
+        return write_results(directory, NAME, self.record(), self.page())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunReplay(Replay):
+    """A step of a run, its own mode first."""
+
+    dump: Dump
     reproduction: Reproduction
 
+    @property
+    def title(self) -> str:
+        return f"replay of step {self.dump.description.step}"
+
     def facts(self) -> list[str]:
-        """Facts about the replayed step, one per line."""
         step, samples = self.dump.description, self.step.samples
         responses, groups = samples.rewards.numel(), samples.group_ids.unique().numel()
         return [
@@ -130,57 +218,159 @@ class Replay:
                     f"{total:,} tokens. Do not compare them with other rows"
                 )
 
+    def described(self) -> dict[str, object]:
+        description = self.dump.description
+        return {
+            "format": FORMAT,
+            "step": description.step,
+            "policy_version": description.policy_version,
+            "correction": description.correction,
+            "dump": str(self.dump.path),
+            "num_ranks": len(description.ranks),
+            "optimizer_steps": self.step.num_optimizer_steps,
+            "num_responses": self.step.samples.rewards.numel(),
+            "num_response_tokens": int(self.step.samples.num_tokens.sum()),
+            "reproduction": asdict(self.reproduction),
+        }
 
-def replay_step(dump: Dump, config: TrainConfig, names: Sequence[str], *, run_dir: Path) -> Replay:
-    """Score `dump` under the modes `names` and the run's own, with as many threads as the ranks had."""
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BundleReplay(Replay):
+    """A bundle under every correction."""
+
+    bundle: Bundle
+    metrics: dict[str, float | None]
+    """Metrics of the mismatch: between old_logprobs and the engine, without a correction."""
+    histograms: HistogramArrays
+
+    @property
+    def title(self) -> str:
+        return f"replay of a step of {self._producer}"
+
+    @property
+    def _producer(self) -> str:
+        return self.bundle.metadata.get("producer", "an unnamed trainer")
+
+    def facts(self) -> list[str]:
+        bundle, samples = self.bundle, self.step.samples
+        known = ", ".join(f"{name} {text}" for name, text in bundle.metadata.items() if name != "producer")
+        lines = [
+            f"{len(samples.rewards):,} responses, {int(samples.num_tokens.sum()):,} response tokens, written by "
+            f"{self._producer}{f' ({known})' if known else ''}"
+        ]
+        if bundle.advantages is None:
+            lines.append("the bundle has no advantages: loss and learning rates are not known (-)")
+        names = [mode.name for mode in self.modes if not mode.config.needs_old_logprobs]
+        if bundle.logprobs is not None and names:
+            held = "the weights have no pi_old, so they hold the optimizer steps before too"
+            lines.append(f"{', '.join(names)}: {held}")
+        return [*lines, guard_line(MismatchGuardConfig().readings(self.metrics))]
+
+    def measured(self) -> list[TablePart]:
+        numbers = [(name, shown(self.metrics.get(metric)), what) for name, (metric, what) in NUMBERS.items()]
+        by_probability, by_position = self.histograms.by_probability, self.histograms.by_position
+        return [
+            ("Mismatch", [("number", "value", "what it is"), *numbers], 1, ""),
+            ("By probability of the token", bin_rows(by_probability, "engine's probability"), 1, ""),
+            ("By position in the response", bin_rows(by_position, "response tokens before"), 1, ""),
+        ]
+
+    def mode_rows(self) -> list[tuple[str, ...]]:
+        hidden = () if self.bundle.advantages is not None else ("loss", "lr A>0", "lr A<0")
+        return mode_table(self.scores, hidden=hidden)
+
+    def described(self) -> dict[str, object]:
+        by_position = asdict(self.histograms.by_position)
+        return {
+            "format": BUNDLE_FORMAT,
+            "metadata": dict(self.bundle.metadata),
+            "num_responses": len(self.step.samples.rewards),
+            "num_response_tokens": int(self.step.samples.num_tokens.sum()),
+            "mismatch": {metric: finite(self.metrics.get(metric)) for metric, _ in NUMBERS.values()},
+            "by_probability": asdict(self.histograms.by_probability),
+            "by_position": {name: [finite(each) for each in values] for name, values in by_position.items()},
+        }
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Let torch compute with so many threads in the block."""
     before = torch.get_num_threads()
-    torch.set_num_threads(dump.description.ranks[0].num_threads)
+    torch.set_num_threads(number)
     try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def replay_step(dump: Dump, config: TrainConfig, names: Sequence[str], *, run_dir: Path) -> RunReplay:
+    """Score `dump` under the modes `names` and the run's own, with as many threads as the ranks had."""
+    with _threads(dump.description.ranks[0].num_threads):
         step = read_step(dump)
         modes, refused = chosen_modes(
             config, names, optimizer_steps=step.num_optimizer_steps, has_old_logprobs=step.has_old_logprobs
         )
         scores = scored_modes(modes, step)
-    finally:
-        torch.set_num_threads(before)
     yours = tuple(choice.source for choice in own_choices(config))
     reproduction = _reproduction(scores[0], run_dir / METRICS_FILE, dump.description.step, yours=yours)
-    return Replay(dump=dump, step=step, modes=modes, scores=scores, refused=refused, reproduction=reproduction)
+    return RunReplay(dump=dump, step=step, modes=modes, scores=scores, refused=refused, reproduction=reproduction)
 
 
-def record(replay: Replay) -> dict[str, object]:
-    """The whole replay as JSON values."""
-    description = replay.dump.description
-    return {
-        "format": FORMAT,
-        "step": description.step,
-        "policy_version": description.policy_version,
-        "correction": description.correction,
-        "dump": str(replay.dump.path),
-        "num_ranks": len(description.ranks),
-        "optimizer_steps": replay.step.num_optimizer_steps,
-        "num_responses": replay.step.samples.rewards.numel(),
-        "num_response_tokens": int(replay.step.samples.num_tokens.sum()),
-        "reproduction": asdict(replay.reproduction),
-        **mode_record(replay.modes, replay.scores, replay.refused),
-    }
+def replay_bundle(bundle: Bundle, names: Sequence[str]) -> BundleReplay:
+    """Score `bundle` under the modes `names`, with their defaults."""
+    with _threads(NUM_THREADS):
+        return _replayed(bundle, names)
 
 
-def mode_record(
-    modes: Sequence[Mode], scores: Sequence[ModeScore], refused: Sequence[RefusedMode]
-) -> dict[str, object]:
-    """The modes with their scores, and the refused ones, as JSON values."""
-    return {
-        "modes": [
-            {
-                "name": score.name,
-                "objective": objective_of(mode.config),
-                "metrics": {key: finite(value) for key, value in score.metrics.items()},
-            }
-            for mode, score in zip(modes, scores, strict=True)
-        ],
-        "refused": [{"name": mode.name, "reason": mode.refusal} for mode in refused],
-    }
+def _replayed(bundle: Bundle, names: Sequence[str]) -> BundleReplay:
+    step, config = step_of(bundle), judged_config(after_steps=bundle.logprobs is not None)
+    modes, refused = chosen_modes(config, [*names, PLAIN], optimizer_steps=1, has_old_logprobs=True)
+    modes = [mode for mode in modes if mode.name != RUN]
+    scores = scored_modes(modes, step)
+    [metrics] = [score.metrics for score in scores if score.name == PLAIN]
+    modes = [mode for mode in modes if mode.name in names]
+    scores = [score for score in scores if score.name in names]
+    histograms: MismatchHistograms | None = None
+    [recorded] = step.ranks[0]
+    for micro, score in zip(recorded.mini.micro_batches, recorded.scores, strict=True):
+        found = mismatch_histograms(micro.tokens(compared_logprobs(micro, score)))
+        histograms = found if histograms is None else histograms.merge(found)
+    assert histograms is not None, "a bundle has a response"
+    return BundleReplay(
+        bundle=bundle,
+        step=step,
+        modes=modes,
+        scores=scores,
+        refused=refused,
+        metrics=metrics,
+        histograms=histograms.arrays(),
+    )
+
+
+def judged_config(*, after_steps: bool) -> TrainConfig:
+    """The config in which corrections are put: the defaults. Model, data and engine have no part in it.
+
+    `after_steps`: optimizer steps lie between pi_old and the policy in the loss.
+    """
+    return TrainConfig(
+        batch=BatchConfig(prompts_per_step=2, mini_batch_prompts=1 if after_steps else None),
+        model=ArithmeticModelConfig(),
+        data=ArithmeticDataConfig(),
+        correction=TISConfig(),
+        loss=PPOClipConfig(),
+    )
+
+
+def guard_line(found: Sequence[Reading]) -> str:
+    """What guard=mismatch would say of this step."""
+    beyond = [
+        f"{each.name} {shown(each.value)} is {'above' if each.is_upper else 'below'} {each.bound:g}"
+        for each in found
+        if each.is_beyond
+    ]
+    if beyond:
+        return f"guard=mismatch counts this step as bad: {', '.join(beyond)}"
+    return "guard=mismatch finds nothing in this step"
 
 
 def objective_of(config: TrainConfig) -> str:
@@ -209,22 +399,6 @@ def _relative(logged: float | None, replayed: float | None) -> float:
     return abs(replayed - logged) / max(abs(logged), abs(replayed))
 
 
-def write_replay(replay: Replay, directory: Path) -> tuple[Path, Path]:
-    """Write replay.json and replay.html, each atomically; returns their paths."""
-    refused = [(mode.name, mode.refusal) for mode in replay.refused]
-    page = render_tables(
-        f"replay of step {replay.dump.description.step}",
-        facts=replay.facts(),
-        parts=[
-            ("Modes", mode_table(replay.scores), 1, HOW_TO_READ),
-            ("Refused", [("mode", "reason"), *refused], 2, ""),
-            ("What each mode minimises", objective_table(replay.modes), 2, ""),
-        ],
-        numbers=f"{NAME}.json beside this page",
-    )
-    return write_results(directory, NAME, record(replay), page)
-
-
 def mode_table(scores: Sequence[ModeScore], *, hidden: Sequence[str] = ()) -> list[tuple[str, ...]]:
     """The table of modes as text, titles first; the columns `hidden` have dashes."""
     rows: list[tuple[str, ...]] = [("mode", *COLUMNS)]
@@ -234,9 +408,18 @@ def mode_table(scores: Sequence[ModeScore], *, hidden: Sequence[str] = ()) -> li
     return rows
 
 
-def objective_table(modes: Sequence[Mode]) -> list[tuple[str, ...]]:
-    """Mode and objective as text, titles first."""
-    return [("mode", "objective"), *((mode.name, objective_of(mode.config)) for mode in modes)]
+def bin_rows(bins: Bins, title: str) -> list[tuple[str, ...]]:
+    """Where the mismatch is, along one axis: tokens, mean |difference|, and the share of all of K3."""
+    sums = [count * (mean or 0.0) for count, mean in zip(bins.counts, bins.k3, strict=True)]
+    total = math.fsum(sums)
+    rows: list[tuple[str, ...]] = [(title, "tokens", "mean |difference|", "K3", "share of K3")]
+    for number, count in enumerate(bins.counts):
+        if count:
+            low, high = sorted(bins.edges[number : number + 2])
+            share = f"{sums[number] / total:.1%}" if total > 0 else "-"
+            where = f"{low:.3g} to {high:.3g}"
+            rows.append((where, f"{int(count):,}", shown(bins.abs_logdiff[number]), shown(bins.k3[number]), share))
+    return rows
 
 
 def shown(value: float | None) -> str:
