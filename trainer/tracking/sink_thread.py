@@ -1,4 +1,4 @@
-"""A tracker of a user, in a thread of its own: a server that is slow or away holds up no step.
+"""TensorBoard, or a tracker of a user, in a thread of its own: a server that is slow or away holds up no step.
 
 Used only by tracker.py. metrics.jsonl is the source of truth: a failure here is a warning and a count.
 """

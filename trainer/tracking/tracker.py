@@ -95,9 +95,8 @@ class Tracker:
         self._files: dict[str, TextIO] = {}
         """The open files of ROW_FILES."""
         self._wandb: WandbSink | None = None
-        self._tensorboard: TensorBoardSink | None = None
         self._sinks: list[SinkThread] = []
-        """Of the user."""
+        """TensorBoard, and those of the user."""
         self._last_step = None if resumed is None else resumed.step
         self._warned: set[str] = set()
         self._has_begun = False
@@ -169,13 +168,9 @@ class Tracker:
             report=self.console.line,
         )
         self._best_effort("W&B", self._wandb.start)
-        if self._config.tracking.tensorboard:
-            self._best_effort("TensorBoard", self._open_tensorboard)
-        for sink in self._config.tracking.sinks:
+        own = [TensorBoardSink()] if self._config.tracking.tensorboard else []
+        for sink in (*own, *self._config.tracking.sinks):
             self._sinks.append(SinkThread(sink, self._run_dir.resolve(), record, last_step=self._last_step))
-
-    def _open_tensorboard(self) -> None:
-        self._tensorboard = TensorBoardSink(self._run_dir, last_step=self._last_step)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -250,8 +245,6 @@ class Tracker:
             self._best_effort(EVENTS_FILE, functools.partial(self._append, EVENTS_FILE, event.record()))
             if event.severity is not Severity.info:
                 self._send(Panels.alert, event)
-            if self._tensorboard is not None:
-                self._best_effort("TensorBoard", functools.partial(self._tensorboard.log_event, event))
             for sink in self._sinks:
                 sink.put("log_event", event.step, event.kind, event.text)
             if shown:
@@ -279,8 +272,6 @@ class Tracker:
                 self._best_effort("W&B", lambda: wandb.finish(exit_code=0 if status == RunStatus.completed else 1))
                 self.errors += wandb.errors
         finally:  # also when a second signal ends the wait for W&B
-            if self._tensorboard is not None:
-                self._best_effort("TensorBoard", self._tensorboard.close)
             for sink in self._sinks:
                 self.errors += sink.close(status.value)
             if self._has_begun:
@@ -299,9 +290,6 @@ class Tracker:
         self._append(METRICS_FILE, row)
         numbers = {key: value for key in metrics if (value := row[key]) is not None}
         self._send(Panels.log, step, numbers)
-        if self._tensorboard is not None:
-            board = self._tensorboard
-            self._best_effort("TensorBoard", lambda: board.log(step, numbers))
         for sink in self._sinks:
             sink.put("log", step, numbers)
         return numbers
