@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from cli_process import HEAVY, REFUSED_S, parity
 
+from algorithms.config import PRESETS
+from algorithms.config.correction import CORRECTIONS
 from rollout.rewards.scorer import RewardError
 from trainer.cli.commands import run
 from trainer.cli.job import ERROR_LOG, failed
@@ -273,82 +275,44 @@ def test_the_directory_of_a_sweep_can_be_named(tmp_path: Path) -> None:
     assert f"{tmp_path}/there/1:" in outcome.out
 
 
-def completions(line: str, cwd: Path) -> list[str]:
-    outcome = parity("-sc", "query=bash", cwd=cwd, env={"COMP_LINE": line})
-    assert outcome.code == 0, outcome.err
+def completions(line: str, cwd: Path, *asked: str) -> list[str]:
+    outcome = parity("-sc", *asked, cwd=cwd, watched=(*HEAVY, "hydra", "numpy"), env={"COMP_LINE": line})
+    assert (outcome.code, outcome.loaded, outcome.err) == (0, (), "")
     return outcome.out.split()
 
 
 @pytest.mark.parametrize(
-    ("line", "unneeded"),
+    ("line", "words"),
     [
-        ("parity ", ("hydra", "numpy")),
-        ("parity train ar", ("hydra", "numpy")),
-        ("parity train arithmetic_grpo co", ("numpy",)),
+        ("parity ", sorted(PARSERS)),
+        ("parity train arithmetic_d", ["arithmetic_dapo"]),
+        (
+            "parity train arithmetic_grpo corr",
+            ["correction.", *(f"correction={name}" for name in sorted([*CORRECTIONS, *PRESETS]))],
+        ),
+        ("parity train arithmetic_grpo -m correction=t", ["correction=tis"]),
+        ("parity resume somewhere collect.or", ["collect.order="]),
+        ("parity train arithmetic_grpo --dry", ["--dry-run"]),
+        ("parity eval arithmetic_grpo checkp", ["checkpoint.", "checkpoint="]),
+        ("parity study arithmetic_grpo study.s", ["study.seeds=", "study.stop_timeout_s="]),
     ],
 )
-def test_completion_loads_no_package_that_it_does_not_need(
-    line: str, unneeded: tuple[str, ...], tmp_path: Path
-) -> None:
-    outcome = parity("-sc", "query=bash", cwd=tmp_path, watched=(*HEAVY, *unneeded), env={"COMP_LINE": line})
-    assert (outcome.code, outcome.loaded, outcome.err) == (0, (), "")
-    assert outcome.out
+def test_completion_of_every_position(line: str, words: list[str], tmp_path: Path) -> None:
+    assert completions(line, tmp_path) == words
 
 
-def test_completion_of_every_position(tmp_path: Path) -> None:
-    assert completions("parity ", tmp_path) == [
-        "train",
-        "resume",
-        "study",
-        "eval",
-        "replay",
-        "diagnose",
-        "report",
-        "recipes",
-        "export",
-        "doctor",
-    ]
-    assert completions("parity train dapo_", tmp_path) == [
-        "dapo_int8_qwen2.5_32b",
-        "dapo_qwen2.5_32b",
-        "dapo_qwen2.5_7b",
-        "dapo_qwen2.5_math_1.5b",
-    ]
-    assert completions("parity train arithmetic_grpo corr", tmp_path) == ["correction.", "correction="]
-    assert completions("parity train arithmetic_grpo correction=t", tmp_path) == ["correction=tis"]
-    assert completions("parity train arithmetic_grpo --dry-run correction=bypass correction.", tmp_path) == [
-        "correction.cap=",
-        "correction.level=",
-        "correction.loss=",
-        "correction.reject.",
-        "correction.rejected_denominator=",
-    ]
-    assert completions("parity train arithmetic_grpo --dry", tmp_path) == ["--dry-run"]
-    assert completions("parity eval arithmetic_d", tmp_path) == ["arithmetic_dapo"]
-    assert completions("parity eval arithmetic_grpo checkpoint=none correction=t", tmp_path) == ["correction=tis"]
-    assert completions("parity study arithmetic_grpo study.seeds=[0] rollout.num_e", tmp_path) == [
-        "rollout.num_engines="
-    ]
-    assert completions("parity eval arithmetic_grpo check", tmp_path) == ["checkpoint=", "checkpoint."]
-    assert completions("parity study arithmetic_grpo study.s", tmp_path) == ["study.seeds=", "study.stop_timeout_s="]
+def test_completion_of_the_part_of_a_word_that_the_shell_asks_for(tmp_path: Path) -> None:
+    line = "parity train arithmetic_grpo correction=t"
+    assert completions(line, tmp_path, "parity", "t", "=") == ["tis"]
 
 
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="needs bash")
-def test_completion_in_a_real_bash(tmp_path: Path) -> None:
-    script = """
-    eval "$(parity -sc install=bash)"
-    COMP_LINE="parity train arithmetic_grpo corr" COMP_POINT=33 COMP_CWORD=3
-    hydra_bash_completion
-    printf '%s\\n' "${COMPREPLY[@]}"
-    complete -p parity
-    """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["/bin/bash", "-c", script], cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True
-    )
-    assert done.stderr == ""
-    assert done.stdout.split()[:2] == ["correction.", "correction="]
-    assert "-F hydra_bash_completion parity" in done.stdout
+def test_completion_is_installed_by_the_line_that_is_told(tmp_path: Path) -> None:
+    outcome = parity("-sc", "install=bash", cwd=tmp_path)
+    assert outcome.code == 2
+    line = outcome.err.partition("Install it: ")[2]
+    done = subprocess.run(["/bin/bash", "-c", f"{line}\ncomplete -p parity"], capture_output=True, text=True)
+    assert done.stdout.endswith(" -C 'parity -sc' parity\n") and not done.stderr
 
 
 def test_python_dash_m_is_the_same_command(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ from rollout.types import Sample
 from trainer.batch.packing import micro_batch, step_samples
 from trainer.batch.train_batch import RankMiniBatch, TokenScores
 from trainer.cli.commands import run
-from trainer.cli.replay import replay_completions
 from trainer.config.outputs import DumpConfig
 from trainer.config.train import TrainConfig
 from trainer.policy.recorder import StepRecorder
@@ -351,12 +350,6 @@ def test_a_dump_cannot_name_a_file_outside_it(
     write_manifest(dump, layout=FORMAT)
     assert run(["replay", str(tmp_path), "step=3"]) == 2
     assert f"names the file {name!r}, which is not in it" in capsys.readouterr().err
-
-
-def test_the_shell_completes_steps_and_modes(one_step: Path) -> None:
-    assert replay_completions(["replay", str(one_step), ""]) == ["step=", "modes=", "out=", "bundle="]
-    assert replay_completions(["replay", str(one_step), "step="]) == ["step=3"]
-    assert "modes=tis,mis" in replay_completions(["replay", str(one_step), "modes=tis,m"])
 
 
 def test_a_rank_without_samples_is_written_down_too(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ parity: RL training of language models that measures and corrects the rollout-tr
 Exit codes: 0 done, 1 the run failed, 2 nothing was started (the reason is on stderr), 3 stopped by the guard, 75 out of
 time (saved, parity resume goes on), 130 ended by Ctrl-C and 143 by SIGTERM: the first one saves if checkpoint.every is
 set, a second one ends the run within 10 s.
-Tab completion: eval "$(parity -sc install=bash)"
+Tab completion: complete -o default -o nospace -C "parity -sc" parity
 """
 
 
@@ -65,10 +65,10 @@ def run(words: Sequence[str]) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    if words and words[0] in COMPLETION:
+    if words[:1] == [COMPLETION]:
         from trainer.cli.completion import complete
 
-        return complete(words)
+        return complete(words[1:])
     if not words:
         to_stderr(HELP)
         return REFUSED

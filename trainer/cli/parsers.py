@@ -19,7 +19,7 @@ BEST = "--best"
 ADAPTER = "--adapter"
 DRY_RUN = "--dry-run"
 HELP_FLAGS = ("-h", "--help")
-COMPLETION = ("-sc", "--shell-completion")
+COMPLETION = "-sc"
 
 
 class CommandParser(ArgumentParser):
@@ -233,4 +233,4 @@ parity doctor
 """),
 )  # fmt: skip
 PARSERS = {parser.prog.removeprefix("parity "): parser for parser in _ALL}
-"""Command -> its parser, in the order of the completion."""
+"""Command -> its parser."""

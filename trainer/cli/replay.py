@@ -7,7 +7,6 @@ All problems are reported together before torch is loaded. Called by `commands.p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from trainer.compose.outcome import DONE, report
 from trainer.config.outputs import DUMPS
 from trainer.replay.modes import all_names, name_problems, of_bundle
 from trainer.replay.peers.places import rank_files
-from trainer.rundir.dump import CONFIG, DumpError, dumped_steps, open_dump, way_to_a_dump
+from trainer.rundir.dump import CONFIG, DumpError, open_dump, way_to_a_dump
 from trainer.rundir.run_dir import CONFIG_FILE, runs_inside, unusable_problem
 from trainer.text.plain import to_stdout
 
@@ -108,17 +107,6 @@ def _parse(words: Sequence[str]) -> tuple[Arguments | None, list[Problem]]:
             problems.append(unusable)
     made = Arguments(source=source, step=number, modes=tuple(names or every), out=out, bundle=bundle)
     return (None if problems else made), problems
-
-
-def replay_completions(typed: Sequence[str]) -> list[str]:
-    """Possible completions of the last word of `parity replay <run.dir> ...`; `typed` holds all words after parity."""
-    last = typed[-1]
-    if last.startswith("step="):
-        return [f"step={step}" for step in dumped_steps(Path(os.path.expanduser(typed[1])))]
-    if last.startswith("modes="):
-        before, comma, _ = last.rpartition(",")
-        return [f"{before}{comma}{name}" if comma else f"modes={name}" for name in all_names()]
-    return [f"{key}=" for key in KEYS]
 
 
 def _replay_run(arguments: Arguments) -> int:

@@ -1,8 +1,7 @@
 """Hydra with the project's configs: the groups, configs/, recipes/ and the user's own directory.
 
 Hydra composes plain values: an unknown key or a wrong type does not stop Hydra, so that `read.py` can check the whole
-result against the dataclasses and report all problems at once. `compose.py` composes inside a `hydra_session`;
-`trainer/cli/completion.py` registers the same directories for hydra.main.
+result against the dataclasses and report all problems at once. `compose.py` composes inside a `hydra_session`.
 """
 
 from __future__ import annotations
