@@ -214,9 +214,11 @@ def test_the_writer_of_the_docs_writes_a_bundle(tmp_path: Path, capsys: pytest.C
 def test_wrong_words_beside_a_bundle_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "b.safetensors"
     write_bundle(Bundle(**tensors()), path)
-    assert run(["replay", str(path), "step=3", "modes=tsi,run", "other"]) == 2
+    assert run(["replay", str(path), "other"]) == 2
+    assert "must be a bundle or the directory of a run, got " in capsys.readouterr().err
+    assert run(["replay", str(path), "step=3", "modes=tsi,run"]) == 2
     said = capsys.readouterr().err
-    for words in ("step is not a word of parity replay", "Did you mean tis?", "got 'run'", "must be one file"):
+    for words in ("step is not a word of parity replay here", "Did you mean tis?", "got 'run'"):
         assert words in said
     assert set(load_file(path)) == set(tensors())
 

@@ -56,7 +56,7 @@ def test_recipes_lists_what_each_is_for(tmp_path: Path) -> None:
         (["eval", "arithmetic_grpo"], "checkpoint is missing. checkpoint=... is one of: a run directory, a checkpoint"),
         (["resume"], "run.dir is missing. parity resume <run.dir> [key=value ...]."),
         (["report"], "run is missing. A run directory is what parity train printed"),
-        (["replay"], "run.dir is missing. parity replay <run.dir> step=N."),
+        (["replay"], "source is missing. parity replay <run.dir> step=N [modes=NAME,...]"),
         (
             ["train", "arithmetic_grp"],
             "recipe is not known, got 'arithmetic_grp'. Did you mean arithmetic_grpo? Recipe",

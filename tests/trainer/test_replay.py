@@ -300,12 +300,12 @@ def test_the_command_writes_a_table_and_its_files_and_loads_neither_transformers
 @pytest.mark.parametrize(
     ("words", "messages"),
     [
-        ([], ["run.dir is missing. parity replay <run.dir> step=N.", "step is missing. Write step=N."]),
+        ([], ["source is missing. parity replay <run.dir> step=N [modes=NAME,...]", " or parity replay <bundle> "]),
         (["RUN"], ["step is missing. Write step=N. Steps with a dump: 3."]),
         (["RUN", "step=4"], ["has no dump of step 4. Steps with a dump: 3."]),
         (["RUN", "step=x"], ["step must be a whole number >= 1, got 'x'"]),
         (["RUN", "step=3", "modes=tiss"], ["Did you mean tis?"]),
-        (["RUN", "step=3", "mode=tis"], ["mode is not a word of parity replay", "Did you mean modes?"]),
+        (["RUN", "step=3", "mode=tis"], ["mode is not a word of parity replay here", "Did you mean modes?"]),
         (["EMPTY"], ["none can be made of it now: run again with dump.every=<steps>"]),
         (["EMPTY", "step=1"], ["none can be made of it now: run again with dump.every=<steps>"]),
     ],

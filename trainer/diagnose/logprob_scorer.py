@@ -24,6 +24,7 @@ from rollout.weights.quantization import on_grid, round_inputs
 from trainer.diagnose.evidence import Evidence
 from trainer.diagnose.scoring import Body, EditKind, Prompt, Scoring, TensorEdit
 from trainer.policy.model import load_causal_lm
+from trainer.rundir.run_dir import StartError
 from trainer.scoring.logprob_head import cut_outside
 
 BATCH_TOKENS = 2048
@@ -39,7 +40,7 @@ KEPT_BODIES = 3
 _Kind = tuple[DType, Quantization]
 
 
-class OtherWeightsError(ValueError):
+class OtherWeightsError(StartError):
     """A model does not have the weights that the tokens were sampled from, or cannot read them."""
 
 

@@ -21,16 +21,13 @@ from trainer.models.resolve import resolve_model
 from trainer.replay.bundle import Bundle, BundleError
 from trainer.replay.bundle_step import bundle_of
 from trainer.replay.recorded import read_step
-from trainer.rundir.checkpoint import checkpoint_at, state_at
+from trainer.rundir.checkpoint import CheckpointError, checkpoint_at, state_at
 from trainer.rundir.dump import Dump
+from trainer.rundir.run_dir import StartError
 from trainer.rundir.sealed_directory import SealError, sealed_steps
 
 MOST_OLDER = 2
 """Older weights of a run that are looked at: those of the checkpoint before, and those that the run began with."""
-
-
-class WeightsGoneError(RuntimeError):
-    """No checkpoint has the weights that sampled the step: the message names those that there are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +65,7 @@ def settings_of(metadata: Mapping[str, str], given: Mapping[str, str]) -> Settin
 def step_of_run(dump: Dump, config: TrainConfig, run_dir: Path, scratch: Path) -> RunStep:
     """The step of `dump`, with the weights out of the checkpoints in `run_dir`, written to `scratch`.
 
-    Raises WeightsGoneError, and CheckpointError for a damaged one.
+    Raises StartError if no checkpoint has the weights that sampled it, or a checkpoint is damaged.
     """
     wanted = dump.description.policy_version
     versions: dict[int, Path | None] = {0: None}
@@ -79,14 +76,17 @@ def step_of_run(dump: Dump, config: TrainConfig, run_dir: Path, scratch: Path) -
             continue
     if wanted not in versions:
         there = ", ".join(str(version) for version in sorted(versions))
-        raise WeightsGoneError(
+        raise StartError(
             f"step {dump.description.step} was sampled by the weights after {wanted} optimizer steps; there are those "
             f"after {there}. Leave step= out: the run then takes one more step from its newest checkpoint, and that "
             "one is judged. Or set checkpoint.every=1 for a while, or name the weights: model=<directory>"
         )
     older = sorted((version for version in versions if version < wanted), reverse=True)
     chosen = [wanted, *dict.fromkeys([*older[:1], *older[-1:]])][: 1 + MOST_OLDER]
-    models = [_model(config, versions[version], scratch / f"version_{version}") for version in chosen]
+    try:
+        models = [_model(config, versions[version], scratch / f"version_{version}") for version in chosen]
+    except CheckpointError as error:
+        raise StartError(str(error)) from error
     return RunStep(bundle=bundle_of(read_step(dump), dump.description, config), models=models)
 
 

@@ -36,6 +36,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainer.rundir.run_dir import StartError
+
 FORMAT = "parity-bundle-1"
 """Value of `format`; other versions are refused."""
 REQUIRED = ("lengths", "rollout_logprobs", "old_logprobs")
@@ -58,7 +60,7 @@ NUMBERS = ("step", "version", "temperature")
 """Metadata that are numbers."""
 
 
-class BundleError(ValueError):
+class BundleError(StartError):
     """A file is no bundle: the message names the file and all that is wrong with it."""
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.outputs import DUMPS
+from trainer.rundir.run_dir import StartError
 from trainer.rundir.sealed_directory import (
     FileRecord,
     SealError,
@@ -38,7 +39,7 @@ DESCRIPTION = "dump.json"
 CONFIG = "config.yaml"
 
 
-class DumpError(RuntimeError):
+class DumpError(StartError):
     """A step cannot be dumped, or a dump cannot be used."""
 
 
