@@ -208,8 +208,7 @@ parity diagnose <bundle> [model=DIR] [older=DIR,...] [key=value ...]
     CommandParser("""\
 parity report <run.dir> [<run.dir> ...] [-o FILE]
 
-  <run.dir>            directory of a run, also of one that is still running; or one bundle of any trainer,
-                       whose page is <bundle>.html (docs/bundle.md)
+  <run.dir>            directory of a run, also of one that is still running
 
   Writes one HTML file that opens offline and prints its path. Several runs: one curve each, what differs in
   their configuration, and their headline numbers. See docs/reading_a_report.md.

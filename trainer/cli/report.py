@@ -1,7 +1,4 @@
-"""`parity report <run> [<run> ...] [-o FILE]`: the page of one run, or a comparison of several runs.
-
-In place of a run stands a bundle too: a step of any trainer, with its mismatch and every correction on one page.
-"""
+"""`parity report <run> [<run> ...] [-o FILE]`: the page of one run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from algorithms.config import NOT_SET, Problem
 from algorithms.config.home import from_home
 from trainer.cli.parsers import PARSERS
 from trainer.compose.outcome import DONE, FAILED, report
-from trainer.rundir.run_dir import REPORT_FILE, runs_inside, unusable_problem, write_whole
+from trainer.rundir.run_dir import REPORT_FILE, runs_inside, unusable_problem
 from trainer.text.plain import to_stderr, to_stdout
 
 COMMAND = "parity report"
@@ -25,8 +22,6 @@ COMPARISON = "comparison.html"
 def run_report(words: Sequence[str]) -> int:
     """Write the page and print its path; return the exit code."""
     run_dirs, out, problems = _parse(words)
-    if len(run_dirs) == 1 and not problems and _is_bundle(run_dirs[0]):
-        return _report_bundle(run_dirs[0], run_dirs[0].with_suffix(".html") if out is None else out)
     problems += [problem for directory in run_dirs for problem in _directory_problems(directory)]
     if out is None and not problems:
         out = run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(COMPARISON)
@@ -44,37 +39,12 @@ def run_report(words: Sequence[str]) -> int:
     return DONE
 
 
-def _is_bundle(path: Path) -> bool:
-    """True for a file that does not lie in a run directory."""
-    return path.is_file() and not (path.parent / METRICS).is_file()
-
-
-def _report_bundle(file: Path, out: Path) -> int:
-    """Write the page of a bundle, and print its path."""
-    command = f"{COMMAND} {file}"
-    if problems := _out_problems(out):
-        return report(problems, command=command)
-    # Imported late, because these lines import torch.
-    from trainer.replay.bundle import BundleError
-    from trainer.replay.modes import of_bundle
-    from trainer.replay.peers.recognise import read_any
-    from trainer.replay.results import replay_bundle
-
-    try:
-        replay = replay_bundle(read_any(file, step=None), of_bundle())
-    except BundleError as error:
-        return report([str(error)], command=command)
-    write_whole(out, replay.page(numbers=f"{file.name}, and parity replay prints them"))
-    to_stdout(f"{out}\n")
-    return DONE
-
-
 def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]]:
     """Parse the words -> (run directories without repeats, file of --out, problems of the words)."""
     parsed, problems = PARSERS["report"].read(words)
     # A file in the run directory, for example metrics.jsonl or report.html, names the run as well.
     given = (Path(from_home(run, key="run")) for run in parsed.words)
-    places = (path.parent if path.is_file() and not _is_bundle(path) else path for path in given)
+    places = (path.parent if (path.parent / METRICS).is_file() and path.is_file() else path for path in given)
     run_dirs = {path.resolve(): path for path in places}
     if not run_dirs and not problems:
         remedy = "A run directory is what parity train printed, outputs/<recipe>/<time>."
@@ -100,4 +70,5 @@ def _directory_problems(directory: Path) -> list[Problem]:
     if (directory / METRICS).is_file():
         return []
     rule = f"must be the directory of a run, with its {METRICS}"
-    return [Problem(key="run", rule=rule, value=str(directory), remedy=runs_inside(directory))]
+    of_file = f"Of a bundle parity replay {directory} writes the page." if directory.is_file() else ""
+    return [Problem(key="run", rule=rule, value=str(directory), remedy=of_file or runs_inside(directory))]

@@ -153,8 +153,8 @@ class Replay(ABC):
         refused = [{"name": mode.name, "reason": mode.refusal} for mode in self.refused]
         return {**self.described(), "modes": modes, "refused": refused}
 
-    def page(self, *, numbers: str = f"{NAME}.json beside this page") -> str:
-        """The page as HTML; `numbers` says where its numbers are."""
+    def page(self) -> str:
+        """The page as HTML."""
         refused = [(mode.name, mode.refusal) for mode in self.refused]
         objectives = [(mode.name, objective_of(mode.config)) for mode in self.modes]
         parts: list[TablePart] = [
@@ -163,7 +163,7 @@ class Replay(ABC):
             ("Refused", [("mode", "reason"), *refused], 2, ""),
             ("What each mode minimises", [("mode", "objective"), *objectives], 2, ""),
         ]
-        return render_tables(self.title, facts=self.facts(), parts=parts, numbers=numbers)
+        return render_tables(self.title, facts=self.facts(), parts=parts, numbers=f"{NAME}.json beside this page")
 
     def write(self, directory: Path) -> tuple[Path, Path]:
         """Write replay.json and replay.html, each atomically; returns their paths."""
