@@ -152,9 +152,8 @@ def _diagnosed(
             scorer = LogprobScorer(models, evidence, device=found.given.get("device", "cpu"))
             settings = settings_of(bundle.metadata, found.given)
             diagnosis = diagnose(scorer, settings, progress=lambda text: to_stderr(f"{NAME}: {text}\n"))
-    out.mkdir(parents=True, exist_ok=True)
     files = write_diagnosis(diagnosis, out, title=f"diagnosis of {found.source.resolve().name}")
     if found.is_run and out == found.source / OUTPUT:
         write_report(found.source)  # which shows the answer too
     lines = "\n".join(facts(diagnosis))
-    return f"{lines}\n\n{rows_text(part_rows(diagnosis), num_words=4)}\n", [*files]
+    return f"{lines}\n\n{rows_text(part_rows(diagnosis), num_words=4)}\n", files

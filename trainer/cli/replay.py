@@ -62,8 +62,7 @@ def _replayed(
     else:
         read = read_any(source, step=found.step)
         replay = replay_bundle(read, modes)
-    out.mkdir(parents=True, exist_ok=True)
-    files = [*replay.write(out)]
+    files = replay.write(out)
     if bundle is not None:
         bundle.parent.mkdir(parents=True, exist_ok=True)
         write_bundle(bundle_of(replay.step, dump.description, config) if found.is_run else read, bundle)

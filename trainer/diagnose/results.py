@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer.diagnose.diagnosis import Diagnosis
 from trainer.replay.results import shown
 from trainer.report.bins import PARTS_TABLE, parts_section
-from trainer.report.frame import render_tables, write_results
+from trainer.report.frame import write_results
 
 NAME = "diagnosis"
 """Of the files diagnosis.json and diagnosis.html."""
@@ -85,19 +85,20 @@ def record(diagnosis: Diagnosis) -> dict[str, object]:
     }
 
 
-def write_diagnosis(diagnosis: Diagnosis, directory: Path, *, title: str) -> tuple[Path, Path]:
-    """Write diagnosis.json and diagnosis.html to `directory`, each atomically; returns their paths."""
+def write_diagnosis(diagnosis: Diagnosis, directory: Path, *, title: str) -> list[Path]:
+    """Write diagnosis.json and diagnosis.html to `directory`; returns their paths."""
     bars = [(f"{part.name} ({part.side})", part.k3) for part in diagnosis.parts]
     section, table = parts_section(answer(diagnosis), [*bars, ("not explained", diagnosis.unexplained)])
-    page = render_tables(
-        title,
+    return write_results(
+        directory,
+        NAME,
+        record(diagnosis),
+        title=title,
         facts=list(facts(diagnosis)),
         parts=[("Parts of K3", part_rows(diagnosis), 4, "")],
-        numbers=f"{NAME}.json beside this page",
         sections=[section],
         tables={PARTS_TABLE: table},
     )
-    return write_results(directory, NAME, record(diagnosis), page)
 
 
 def _share(value: float, diagnosis: Diagnosis) -> str:

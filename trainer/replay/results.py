@@ -28,7 +28,7 @@ from trainer.replay.bundle_step import step_of
 from trainer.replay.modes import RUN, Mode, RefusedMode, chosen_modes
 from trainer.replay.recorded import RecordedStep, read_step
 from trainer.replay.score import MAX_WEIGHT, ModeScore, scored_modes
-from trainer.report.frame import TablePart, render_tables, write_results
+from trainer.report.frame import TablePart, write_results
 from trainer.rundir.dump import Dump
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import METRICS_FILE
@@ -153,8 +153,8 @@ class Replay(ABC):
         refused = [{"name": mode.name, "reason": mode.refusal} for mode in self.refused]
         return {**self.described(), "modes": modes, "refused": refused}
 
-    def page(self) -> str:
-        """The page as HTML."""
+    def write(self, directory: Path) -> list[Path]:
+        """Write replay.json and replay.html; returns their paths."""
         refused = [(mode.name, mode.refusal) for mode in self.refused]
         objectives = [(mode.name, objective_of(mode.config)) for mode in self.modes]
         parts: list[TablePart] = [
@@ -163,11 +163,7 @@ class Replay(ABC):
             ("Refused", [("mode", "reason"), *refused], 2, ""),
             ("What each mode minimises", [("mode", "objective"), *objectives], 2, ""),
         ]
-        return render_tables(self.title, facts=self.facts(), parts=parts, numbers=f"{NAME}.json beside this page")
-
-    def write(self, directory: Path) -> tuple[Path, Path]:
-        """Write replay.json and replay.html, each atomically; returns their paths."""
-        return write_results(directory, NAME, self.record(), self.page())
+        return write_results(directory, NAME, self.record(), title=self.title, facts=self.facts(), parts=parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -75,27 +75,27 @@ def render_page(
     return environment.get_template(template).render(sections=sections, **context)
 
 
-def render_tables(
-    title: str,
+def write_results(
+    directory: Path,
+    name: str,
+    record: Mapping[str, object],
     *,
+    title: str,
     facts: Sequence[str],
     parts: Sequence[TablePart],
-    numbers: str,
     sections: Sequence[Section] = (),
     tables: Mapping[str, Table] = MappingProxyType({}),
-) -> str:
-    """A page of facts, charts and the tables that have rows, as HTML; `numbers` says where its numbers are."""
+) -> list[Path]:
+    """Write `<name>.json` with `record`, and `<name>.html` with facts, charts and the tables that have rows, to
+    `directory`, which is made, each atomically; returns their paths."""
     shown = [part for part in parts if len(part[1]) > 1]
-    context = {"title": title, "facts": facts, "numbers": numbers, "parts_of_page": shown}
-    return render_page("tables.html", sections=sections, tables=tables, context=context)
-
-
-def write_results(directory: Path, name: str, record: Mapping[str, object], page: str) -> tuple[Path, Path]:
-    """Write `<name>.json` and the page `<name>.html` to `directory`, each atomically; returns their paths."""
+    context = {"title": title, "facts": facts, "numbers": f"{name}.json beside this page", "parts_of_page": shown}
+    page = render_page("tables.html", sections=sections, tables=tables, context=context)
+    directory.mkdir(parents=True, exist_ok=True)
     result, html = directory / f"{name}.json", directory / f"{name}.html"
     write_whole(result, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_whole(html, page)
-    return result, html
+    return [result, html]
 
 
 def _script(text: str) -> str:
