@@ -30,8 +30,6 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 class Candidate:
     """A possible cause."""
 
-    rung: str
-    """Rung of the ladder that tried it."""
     name: str
     """The cause in one or two words: the same for all seeds and models."""
     what: str
@@ -44,6 +42,8 @@ class Candidate:
     """Share of the misfit that it has to take away. A fitted number takes some away from anything."""
     alike: tuple[str, ...] = ()
     """Other causes that give the same log-probs."""
+    is_order: bool = False
+    """True for correct arithmetic in another order, which is no fault."""
     case: Case | None = None
     """The case with the cause taken out of its numbers, for what no scoring expresses."""
 

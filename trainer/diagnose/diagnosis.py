@@ -54,7 +54,6 @@ class Part:
 
     side: str
     """engine or trainer."""
-    rung: str
     name: str
     what: str
     remedy: str
@@ -286,7 +285,6 @@ class _Walk:
 def _part(side: str, cause: Candidate, k3: float, settings: Settings, evidence: Evidence) -> Part:
     return Part(
         side=side,
-        rung=cause.rung,
         name=cause.name,
         what=cause.what,
         remedy=cause.remedy,
@@ -298,7 +296,7 @@ def _part(side: str, cause: Candidate, k3: float, settings: Settings, evidence: 
 
 def _is_expected(side: str, cause: Candidate, settings: Settings, evidence: Evidence) -> bool:
     """True for arithmetic in the types that this side is said to have, and for an age that is written down."""
-    if cause.rung == "kernels":
+    if cause.is_order:
         return True
     body = cause.scoring.body
     dtype = settings.engine_dtype if side == "engine" else settings.trainer_dtype
@@ -315,11 +313,11 @@ def _is_expected(side: str, cause: Candidate, settings: Settings, evidence: Evid
 def _own_arithmetic(side: str, dtype: DType, scoring: Scoring) -> Candidate:
     other = "trainer" if side == "engine" else "engine"
     return Candidate(
-        rung="kernels",
         name="arithmetic",
         what=f"computes in {dtype.name}, in another order than the {other}",
         remedy="rollout.exact=true on a CPU, or a wider type; corrections are for this",
         scoring=scoring,
+        is_order=True,
     )
 
 

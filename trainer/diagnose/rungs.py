@@ -46,7 +46,6 @@ def definition(case: Case, base: Scoring) -> Iterator[Candidate]:
     for shift in (1, -1):
         places = "before" if shift > 0 else "after"
         yield Candidate(
-            rung="definition",
             name="shift",
             what=f"gives each token the log-prob of the token {places} it",
             remedy="the slice that cuts the log-probs out: off by one",
@@ -71,7 +70,6 @@ def fitted_temperature(case: Case, base: Scoring) -> Candidate | None:
         return None
     found = at(logarithm)
     return Candidate(
-        rung="definition",
         name="temperature",
         what=f"has log-probs at temperature {found.temperature:.4g}, not {base.temperature:.4g}",
         remedy="the temperature by which this side divides its logits (sampling.temperature), or whether it does",
@@ -94,7 +92,6 @@ def _truncation(case: Case, base: Scoring) -> Iterator[Candidate]:
     changes = (("top_p", best.top_p, base.top_p), ("top_k", best.top_k, base.top_k), ("min_p", best.min_p, base.min_p))
     [text] = [f"{name}={value:.4g}" for name, value, before in changes if value != before]
     yield Candidate(
-        rung="definition",
         name="truncation",
         what=f"divides probabilities by the mass that {text} keeps",
         remedy=f"sampling.{text.partition('=')[0]}: switch it off, or give the trainer the same mask",
@@ -114,7 +111,6 @@ def tokens(case: Case, base: Scoring) -> Iterator[Candidate]:
         left = there.total(base) + GAP * dropped / int(case.mask.sum())
         if left < case.total(base) / 2:
             yield Candidate(
-                rung="tokens",
                 name="other tokens",
                 what=f"has other token ids: the log-probs fit if they slip by a token at {slips} places",
                 remedy="pass token ids between engine and trainer, not text that is encoded again",
@@ -125,7 +121,6 @@ def tokens(case: Case, base: Scoring) -> Iterator[Candidate]:
     for prompt in Prompt:
         if prompt is not base.body.prompt and case.scorer.can_read(prompt):
             yield Candidate(
-                rung="tokens",
                 name="other prompt",
                 what=f"reads the prompt {prompt.value}",
                 remedy="the chat template and special tokens of this side; compare its prompt ids",
@@ -138,14 +133,12 @@ def positions(case: Case, base: Scoring) -> Iterator[Candidate]:
     del case
     for gap in GAPS:
         yield Candidate(
-            rung="positions",
             name="positions",
             what=f"gives the response positions {abs(gap)} too {'high' if gap > 0 else 'low'}",
             remedy="position_ids where prompt and response are put together, and padding between them",
             scoring=base.with_body(gap=base.body.gap + gap),
         )
     yield Candidate(
-        rung="positions",
         name="positions",
         what="counts positions from 0 again with the response",
         remedy="position_ids where prompt and response are put together",
@@ -159,7 +152,6 @@ def precision(case: Case, base: Scoring) -> Iterator[Candidate]:
     for dtype in (DType.bfloat16, DType.float16):
         if base.body.rounded is DType.float32:
             yield Candidate(
-                rung="precision",
                 name="rounded weights",
                 what=f"holds its weights rounded to {dtype.name}",
                 remedy="rollout.dtype and policy.dtype: one side rounds its weights, the other does not",
@@ -167,7 +159,6 @@ def precision(case: Case, base: Scoring) -> Iterator[Candidate]:
             )
         if base.head is DType.float32:
             yield Candidate(
-                rung="precision",
                 name="head precision",
                 what=f"computes its logits in {dtype.name}",
                 remedy="a float32 head (policy.fp32_head; SGLang: enable_fp32_lm_head)",
@@ -176,7 +167,6 @@ def precision(case: Case, base: Scoring) -> Iterator[Candidate]:
         if base.body.arithmetic is DType.float32:
             for head in dict.fromkeys((dtype, base.head)):
                 yield Candidate(
-                    rung="precision",
                     name="arithmetic",
                     what=f"computes in {dtype.name}" + (", with a float32 head" if head is DType.float32 else ""),
                     remedy=f"rollout.dtype and policy.dtype: arithmetic in {dtype.name}; rollout.exact=true on a CPU",
@@ -197,7 +187,6 @@ def quantization(case: Case, base: Scoring) -> Iterator[Candidate]:
                 arithmetic = base.body.arithmetic if dtype is DType.float32 else dtype
                 rounded = base.body.rounded if dtype is DType.float32 else dtype
                 yield Candidate(
-                    rung="quantization",
                     name="quantization",
                     what=f"holds its projections in {kind.value}"
                     + ("" if arithmetic is DType.float32 else f" and computes in {arithmetic.name}"),
@@ -235,7 +224,6 @@ def rounded_activations(case: Case, base: Scoring) -> Iterator[Candidate]:
         if correlation > COMMON and left < MOST_LEFT * own:
             there = base.with_body(quantization=kind)
             yield Candidate(
-                rung="quantization",
                 name="quantization",
                 what=f"holds its projections in {kind.value}, and rounds activations in another order than a replay "
                 f"(the changes have correlation {correlation:.2f})",
@@ -262,7 +250,6 @@ def version(case: Case, base: Scoring) -> Iterator[Candidate]:
             best = at(share)
         is_whole = best.body.share == 1
         yield Candidate(
-            rung="version",
             name="stale weights",
             what=f"has the weights {name}" if is_whole else f"has weights {best.body.share:.0%} of the way to {name}",
             remedy="the sync of weights: see to it that this side gets the last one (rollout.schedule, staleness)",
@@ -270,7 +257,6 @@ def version(case: Case, base: Scoring) -> Iterator[Candidate]:
             least_gain=0.2 if is_whole else 0.5,
         )
         yield Candidate(
-            rung="version",
             name="stale prefix cache",
             what=f"reads responses behind prompts that the weights {name} had read",
             remedy="empty the engine's prefix cache at every sync of weights",

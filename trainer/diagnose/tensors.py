@@ -253,7 +253,6 @@ def _candidate(base: Scoring, found: Found, alike: tuple[str, ...], weights: Seq
         EditKind.older: "the list of tensors that are sent at a sync",
     }
     return Candidate(
-        rung="weights",
         name=names[kind],
         what=_words(found.edits, weights),
         remedy=remedies[kind],

@@ -46,7 +46,6 @@ def _of_slips(evidence: Evidence, whole: float) -> Part | None:
         return None
     return Part(
         side="engine",
-        rung="definition" if is_shift else "tokens",
         name="shift" if is_shift else "other tokens",
         what=f"has log-probs that fit if they slip by a token at {slips} places of {len(evidence.lengths)} responses",
         remedy="the slice that cuts the log-probs out, or text that is encoded again between engine and trainer",
@@ -72,7 +71,6 @@ def _of_age(evidence: Evidence, whole: float) -> Part | None:
         return None
     return Part(
         side="engine",
-        rung="version",
         name="stale weights",
         what=f"sampled {share:.0%} of the tokens with weights up to {int(evidence.lags.max())} optimizer steps old",
         remedy="the schedule: less asynchrony, or a correction that takes it (docs/corrections.md)",
