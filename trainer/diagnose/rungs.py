@@ -179,23 +179,17 @@ def quantization(case: Case, base: Scoring) -> Iterator[Candidate]:
     del case
     if base.body.quantization is not Quantization.none:
         return
+    ways = [base, *([base.computed_in(DType.bfloat16)] if base.body.arithmetic is DType.float32 else [])]
     for kind in Quantization:
-        if kind is Quantization.none:
-            continue
-        for dtype in (DType.float32, DType.bfloat16):
-            if dtype is DType.float32 or base.body.arithmetic is DType.float32:
-                arithmetic = base.body.arithmetic if dtype is DType.float32 else dtype
-                rounded = base.body.rounded if dtype is DType.float32 else dtype
-                yield Candidate(
-                    name="quantization",
-                    what=f"holds its projections in {kind.value}"
-                    + ("" if arithmetic is DType.float32 else f" and computes in {arithmetic.name}"),
-                    remedy="rollout.quantization: a correction, or an engine without it",
-                    scoring=replace(
-                        base.with_body(quantization=kind, arithmetic=arithmetic, rounded=rounded),
-                        head=base.head if dtype is DType.float32 else dtype,
-                    ),
-                )
+        for way in ways if kind is not Quantization.none else ():
+            arithmetic = way.body.arithmetic
+            computes = "" if arithmetic is DType.float32 else f" and computes in {arithmetic.name}"
+            yield Candidate(
+                name="quantization",
+                what=f"holds its projections in {kind.value}{computes}",
+                remedy="rollout.quantization: a correction, or an engine without it",
+                scoring=way.with_body(quantization=kind),
+            )
 
 
 def rounded_activations(case: Case, base: Scoring) -> Iterator[Candidate]:
