@@ -15,7 +15,7 @@ from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.config.paths import recipe_dir
 from trainer.limits.machine import Machine
 from trainer.models.directory import find_model
-from trainer.start.checks import variable_problems, wandb_mode_problem
+from trainer.start.checks import variable_problems
 from trainer.start.task_check import _machine_problems
 
 
@@ -23,14 +23,13 @@ from trainer.start.task_check import _machine_problems
 def test_a_mode_that_wandb_refuses_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     config = make_config(Path("model"))
     monkeypatch.setenv("WANDB_MODE", value)
-    assert f"$WANDB_MODE must be one of online, offline, disabled, dryrun, run, shared, got {value!r}" in str(
-        wandb_mode_problem([config])
-    )
+    [problem] = variable_problems([config])
+    assert f"$WANDB_MODE must be one of online, offline, disabled, dryrun, run, shared, got {value!r}" in str(problem)
     config.tracking = TrackingConfig(wandb=WandbMode.disabled)
-    assert wandb_mode_problem([config]) is None
+    assert not [*variable_problems([config])]
     for good in ("offline", ""):
         monkeypatch.setenv("WANDB_MODE", good)
-        assert wandb_mode_problem([make_config(Path("model"))]) is None
+        assert not [*variable_problems([make_config(Path("model"))])]
 
 
 def test_a_secret_that_is_named_and_not_set_is_told_before_a_function_misses_it(

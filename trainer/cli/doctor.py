@@ -10,7 +10,6 @@ import glob
 import platform
 import shutil
 import socket
-import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
@@ -26,7 +25,6 @@ from trainer.rundir.run_dir import unusable_problem
 from trainer.text.plain import size
 from trainer.tracking.wandb_run import wandb_key_source
 
-PYTHON_FLOOR = (3, 11)
 MEMORY_FLOOR = 6 * 2**30
 """Bytes of memory of the arithmetic recipes: Ray, two FSDP ranks and one engine, each of which imports torch."""
 SHM_FLOOR = 2**30
@@ -63,7 +61,8 @@ def examine() -> Findings:
     torch_found, gpus = _torch()
     sglang = _sglang(torch_found, gpus=gpus)
     packages = [_package(name) for name in REQUIRED]
-    required = [_python(), _import_names(), torch_found, *packages, _loopback(), _shared_memory()]
+    python = Finding(OK, "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    required = [python, _import_names(), torch_found, *packages, _loopback(), _shared_memory()]
     engines: list[str] = []
     if all(finding.status != MISSING for finding in required):
         engines = ["torch"] if sglang[0].status == MISSING else ["sglang", "torch"]
@@ -82,13 +81,6 @@ def render(findings: Findings) -> str:
     for status, name, found, remedy in findings.all:
         lines.append(f"{status:<8} {name:<{width}}  {found}{f' -> {remedy}' if remedy else ''}\n")
     return "".join(lines)
-
-
-def _python() -> Finding:
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.version_info[:2] >= PYTHON_FLOOR:
-        return Finding(OK, "python", found)
-    return Finding(MISSING, "python", found, f"Use Python {'.'.join(map(str, PYTHON_FLOOR))} or later.")
 
 
 def _import_names() -> Finding:

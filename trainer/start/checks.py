@@ -46,10 +46,7 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
     problems += [*job_problems(), *shared_id_problems(len(resolution.runs))]
     engines = {run.engine for run in resolution.runs if run.engine is not None}
     problems += [problem for engine in engines if (problem := engine.missing_package()) is not None]
-    problems += [problem for problem in [wandb_mode_problem(configs)] if problem is not None]
-    problems += variable_problems(configs)
-    if any(config.tracking.tensorboard for config in configs):
-        problems += [problem for problem in [missing_tensorboard()] if problem is not None]
+    problems += [*variable_problems(configs), *tensorboard_problems(configs)]
     found = [problem for config in configs for problem in gpu_host_problems(config, trains=trains)]
     found += [problem for config in configs if trains and begins(config) for problem in source_problems(config)]
     problems += {str(problem): problem for problem in found}.values()
@@ -86,17 +83,8 @@ def shared_id_problems(num_runs: int) -> list[Problem]:
     return [Problem(key=f"${WANDB_RUN_ID}", rule=rule, value=value, remedy="Unset it.")]
 
 
-def wandb_mode_problem(configs: Sequence[TrainConfig]) -> Problem | None:
-    """The Problem of a mode in the environment that the library wandb would refuse; None if nothing reads it."""
-    value = os.environ.get(WANDB_MODE)
-    if not value or value in WANDB_MODES or all(config.tracking.wandb is WandbMode.disabled for config in configs):
-        return None
-    remedy = f"Unset it, or {WANDB_MODE}={WandbMode.offline.name}."
-    return Problem(key=f"${WANDB_MODE}", rule=f"must be one of {', '.join(WANDB_MODES)}", value=value, remedy=remedy)
-
-
 def variable_problems(configs: Sequence[TrainConfig]) -> Iterator[Problem]:
-    """Yield the problems of what the environment names, files, directories and variables, each if a run uses it."""
+    """Yield the problems of what the environment names, modes, files, directories, variables, each if a run uses it."""
     unset = ", ".join(name for name in named_secrets() if name not in os.environ)
     functions = [function for config in configs for function in (config.reward.function, config.episode.function)]
     if unset and any(function and is_custom(function) for function in functions):
@@ -104,6 +92,12 @@ def variable_problems(configs: Sequence[TrainConfig]) -> Iterator[Problem]:
         rule, given = f"must name variables that are set, and not {unset}", os.environ[ENVIRONMENT_NAMES]
         yield Problem(key=f"${ENVIRONMENT_NAMES}", rule=rule, value=given, remedy=remedy)
     wandb = any(config.tracking.wandb is not WandbMode.disabled for config in configs)
+    if wandb and (mode := os.environ.get(WANDB_MODE)) and mode not in WANDB_MODES:
+        rule, remedy = (
+            f"must be one of {', '.join(WANDB_MODES)}",
+            f"Unset it, or {WANDB_MODE}={WandbMode.offline.name}.",
+        )
+        yield Problem(key=f"${WANDB_MODE}", rule=rule, value=mode, remedy=remedy)
     own_ray = any(config.cluster.address is None for config in configs)
     for name, is_used in (("RAY_TMPDIR", own_ray), ("WANDB_DIR", wandb), ("NETRC", wandb)):
         if not (value := os.environ.get(name)) or not is_used:
@@ -117,16 +111,11 @@ def variable_problems(configs: Sequence[TrainConfig]) -> Iterator[Problem]:
             yield unusable
 
 
-def missing_tensorboard() -> Problem | None:
-    """The Problem of TensorBoard without its package; None if the package is installed."""
-    if importlib.util.find_spec(TENSORBOARD_PACKAGE) is not None:
-        return None
-    return Problem(
-        key="tracking.tensorboard",
-        rule=f"must be false without the package {TENSORBOARD_PACKAGE}",
-        value=True,
-        remedy='pip install -e ".[tensorboard]" in the checkout.',
-    )
+def tensorboard_problems(configs: Sequence[TrainConfig]) -> Iterator[Problem]:
+    """Yield the Problem of TensorBoard without its package."""
+    if any(config.tracking.tensorboard for config in configs) and not importlib.util.find_spec(TENSORBOARD_PACKAGE):
+        rule, remedy = f"must be false without the package {TENSORBOARD_PACKAGE}", 'pip install -e ".[tensorboard]"'
+        yield Problem(key="tracking.tensorboard", rule=rule, value=True, remedy=f"{remedy} in the checkout.")
 
 
 def _directory_problems(resolution: Resolution, *, trains: bool) -> list[Problem]:
