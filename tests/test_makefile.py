@@ -23,6 +23,7 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
     ("words", "command"),
     [
         ((), "parity train arithmetic_grpo rollout=sglang"),
+        (("MODEL=moe",), "parity train arithmetic_moe rollout=sglang"),
         (("MODEL=smollm2",), "parity train smollm2_grpo rollout=sglang"),
         (("MODEL=smollm2", "ENGINE=torch", "ARGS=run.seed=1"), "parity train smollm2_grpo rollout=torch run.seed=1"),
     ],

@@ -55,7 +55,7 @@ def words(host: Host, run_dir: Path, *, steps: int) -> list[str]:
     if model:
         source = "word_problems:one_step@"
         recipe = ["gsm8k_grpo_qwen2.5_0.5b", f"model.path={model}", "batch.prompts_per_step=32"]
-        recipe += ["batch.mini_batch_prompts=16", f"data.train_path={source}train", f"data.eval_path={source}test"]
+        recipe += ["batch.mini_batch_prompts=16", f"data.train_path={source}train", f"data.eval_path={source}eval"]
     else:
         recipe = ["arithmetic_grpo", "model.num_steps=120", "eval.max_prompts=32"]
     shared = ["policy.gpus_per_worker=0.5", "rollout.gpus_per_engine=0.5", "rollout.start_timeout_s=1200"]

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """model_type of the mixtures whose weights are named like this, and whose layers transformers and SGLang compute
@@ -94,6 +97,11 @@ def sources(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         if len(parts) == experts * per_expert:
             found[name] = tuple(parts[key] for key in sorted(parts))
     return found
+
+
+def matrices_of(name: str, tensor: Tensor) -> Tensor:
+    """[M, O, I], every matrix in a tensor of experts [E, ., I] of this name: a view."""
+    return tensor.view(len(tensor) * parts_per_expert(name), -1, tensor.shape[-1])
 
 
 def parts_per_expert(name: str) -> int:

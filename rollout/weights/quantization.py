@@ -9,7 +9,8 @@ A scale holds 16 bits of mantissa, rounded up: every product value * scale is ex
 that already lies on the grid gives the same values and scales again, and dequantising rounds nothing. A later change of
 type (rollout.dtype=bfloat16) rounds once more; the reported error includes that rounding.
 
-Engines round the inputs of int8 and fp8 projections too: SGLang scales every token anew ("dynamic"), so there is no
+Of experts the matrices are rounded one by one, and their inputs are not. Engines round the inputs of int8 and fp8
+projections too: SGLang scales every token anew ("dynamic"), so there is no
 calibration. `round_inputs` computes the same as those layers, to float rounding. int4 is a format of weights only.
 
 O: output features, I: input features of a projection [O, I].
@@ -29,12 +30,15 @@ from torch.nn.functional import pad
 from rollout.config import EngineConfig, Quantization
 from rollout.types import QuantizationReport, SharedWeights
 from rollout.weights.adapter import BASE_LAYER
+from rollout.weights.experts import ROUTERS, is_experts, matrices_of
 from rollout.weights.packed_weights import DTYPES, TensorShape, Watcher
 from rollout.weights.shared_weights import WeightPublisher
 
 PROJECTION = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
 """Names of the weights that an engine quantises: attention and MLP projections. Not embeddings, head, norms, biases."""
 IN_LAYER = re.compile(r"\.layers\.\d+\.")
+UNQUANTISED = (*(f"{router}.weight" for router in ROUTERS), "shared_expert_gate.weight")
+"""Ends of the names of matrices in the layers that engines do not quantise: those that choose and weigh experts."""
 SCALE_BITS_DROPPED = 8
 """Number of low bits that a scale drops from the 24 bits of a float32 mantissa."""
 FP8_GROUP = 128
@@ -80,7 +84,7 @@ class Quantized(NamedTuple):
 
 def is_projection(name: str) -> bool:
     """True if engines quantise the parameter of this Hugging Face name."""
-    return PROJECTION.search(name) is not None
+    return PROJECTION.search(name) is not None or is_experts(name)
 
 
 def quantize(tensor: Tensor, grid: Grid, *, name: str) -> Quantized:
@@ -115,12 +119,19 @@ def spread(scales: Tensor, grid: Grid, shape: torch.Size) -> Tensor:
 
 
 def on_grid(name: str, tensor: Tensor, quantization: Quantization) -> Tensor:
-    """`tensor` as the format holds it, float32 of the same shape, if it is a projection; unchanged otherwise.
+    """`tensor` as the format holds it, float32 of the same shape, if it is a projection, or holds the matrices of
+    experts; unchanged otherwise.
 
     Raises ValueError like `quantize`.
     """
     grid = GRIDS.get(quantization)
-    return tensor if grid is None or not is_projection(name) else dequantize(quantize(tensor, grid, name=name), grid)
+    if grid is None or not is_projection(name):
+        return tensor
+    # No scale covers rows of two matrices.
+    matrices = tensor.view(-1, *tensor.shape[-2:]) if tensor.dim() == 2 else matrices_of(name, tensor)
+    if matrices.shape[1] % grid.rows == 0:
+        matrices = matrices.flatten(0, 1)[None]
+    return torch.stack([dequantize(quantize(each, grid, name=name), grid) for each in matrices]).view(tensor.shape)
 
 
 def held_weight(name: str, tensor: Tensor, config: EngineConfig) -> Tensor:
@@ -199,20 +210,24 @@ class QuantizedPublisher(WeightPublisher):
             if not is_projection(name):
                 yield name, tensor
                 continue
-            quantized = quantize(tensor, grid, name=name)
-            held = dequantize(quantized, grid)
             if self._as_stored:
-                errors[name] = relative_error(held, tensor)
+                quantized = quantize(tensor, grid, name=name)
+                errors[name] = relative_error(dequantize(quantized, grid), tensor)
                 yield name, quantized.values
                 yield scale_name(name, self._quantization), quantized.scales
             else:
+                held = on_grid(name, tensor, self._quantization)
                 errors[name] = relative_error(held.to(self._dtype), tensor)
                 yield name, held
 
 
 def check_projections(matrices: Sequence[str], quantization: Quantization) -> None:
     """Raise ValueError if it is unclear which parameters, of these names, an engine quantises."""
-    unclear = [name for name in matrices if IN_LAYER.search(name) and not is_projection(name)]
+    unclear = [
+        name
+        for name in matrices
+        if IN_LAYER.search(name) and not is_projection(name) and not name.endswith(UNQUANTISED)
+    ]
     if unclear or not any(map(is_projection, matrices)):
         found = f"unknown: {', '.join(unclear[:5])}" if unclear else "none was found"
         raise ValueError(

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from policy_cases import make_config
+from routing_ranks import gradient_of_ranks
 from tiny_model import EXPERTS_PER_TOKEN, MIXTURES, NUM_EXPERTS, VOCAB_SIZE, write_tiny_model
 from torch import Tensor
 
@@ -183,3 +185,30 @@ def test_a_token_without_a_route_gets_the_trainers_choice(model: ScoringModel) -
     alone = model(micro_batch(samples[:1]), temperature=1.0)
     torch.testing.assert_close(scores.logprobs[: len(alone.logprobs)], alone.logprobs, atol=1e-5, rtol=0)
     assert scores.route_counts is not None and scores.route_counts[3] == len(samples[2].token_ids) - 1
+
+
+@pytest.mark.slow
+def test_ranks_have_the_gradient_of_transformers(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, model_type="qwen3_moe")
+    samples = routed(scoring(tmp_path), make_samples())
+    config = make_config(tmp_path)
+    config.policy.activation_checkpoint_every = 1
+    plain = load_causal_lm(tmp_path, attention="eager").eval()
+    for sample in samples:
+        token_ids = torch.from_numpy(sample.token_ids)
+        logprobs = torch.log_softmax(plain(token_ids[None], use_cache=False).logits[0], dim=-1)[:-1]
+        chosen = logprobs.gather(-1, token_ids[1:, None]).squeeze(-1)
+        chosen[torch.from_numpy(sample.response_mask)[1:]].sum().backward()
+    expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+    lives = [replace(sample, routes=None) for sample in samples]
+    for parts in ([samples], [samples[:2], samples[2:]]):
+        found, counts = gradient_of_ranks(config, tmp_path, parts)
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
+        assert counts.tolist() == [0, NUM_LAYERS * 17, 0, 17]  # 3 of the shared prompt, 4 + 3 after it, 7
+    (live, _), (replayed, _) = (gradient_of_ranks(config, tmp_path, [each]) for each in (lives, samples))
+    assert torch.equal(live, replayed)
+    others = [altered(sample) for sample in samples]
+    (one, counts), (two, _) = (
+        gradient_of_ranks(config, tmp_path, parts) for parts in ([others], [others[:2], others[2:]])
+    )
+    assert counts[0] > 0 and (one - two).norm() <= 1e-6 * one.norm() < (one - expected).norm()
