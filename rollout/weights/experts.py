@@ -93,8 +93,7 @@ def sources(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         else:
             stacked.setdefault(place.name, {})[place.expert, place.part] = name
     for name, parts in stacked.items():
-        experts, per_expert = max(expert for expert, _ in parts) + 1, 2 if name.endswith(GATE_UP) else 1
-        if len(parts) == experts * per_expert:
+        if len(parts) == (max(expert for expert, _ in parts) + 1) * parts_per_expert(name):
             found[name] = tuple(parts[key] for key in sorted(parts))
     return found
 

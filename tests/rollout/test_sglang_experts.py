@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from policy_cases import save_words
 from sglang_cases import LONG, PROMPTS, largest_gap, make_requests, start_served
+from test_export import saved_after_a_step
 from tiny_model import MIXTURES, write_tiny_model
+from transformers import AutoModelForCausalLM
 
 from rollout.config import DType
+from rollout.sglang.config import SGLangConfig
+from rollout.sglang.engine import SGLangEngine
+from trainer.models.export import write_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -25,3 +32,22 @@ def test_a_sync_reaches_every_expert(family: str, tp_size: int, tmp_path: Path) 
         assert largest_gap(requests, served.engine.generate(requests), new, temperature=1.0) < 1e-5
     finally:
         served.engine.stop()
+
+
+def test_an_export_is_served_with_what_was_trained(tmp_path: Path) -> None:
+    """SGLang skips the names that transformers has in memory, without a word."""
+    save_words(tmp_path / "start")
+    write_tiny_model(tmp_path / "start", model_type="qwen3_moe")
+    config, checkpoint, _ = saved_after_a_step(tmp_path / "start", tmp_path / "run")
+    write_model(config, checkpoint, tmp_path / "export", dtype=torch.float32)
+    trained, first = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("export", "start"))
+    served = SGLangConfig(dtype=DType.float32)
+    engine = SGLangEngine(served, index=0, seed=0, device="cpu", log_dir=tmp_path / "logs", num_threads=1)
+    engine.start(tmp_path / "export")
+    try:
+        requests = make_requests(PROMPTS, num_samples=2)
+        generations = engine.generate(requests)
+    finally:
+        engine.stop()
+    assert largest_gap(requests, generations, trained, temperature=1.0) < 1e-5
+    assert largest_gap(requests, generations, first, temperature=1.0) > 1e-3
