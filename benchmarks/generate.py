@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollout.collect.requests import make_sample
-from rollout.config import DType
+from rollout.config import DType, RouteDetail
 from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.torch.kv_cache import Prefill, Step
@@ -113,11 +113,13 @@ class CountedDecoder:
     def restart(self) -> None:
         self._last, self.steps = time.perf_counter(), []
 
-    def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill, *, with_routes: bool = False) -> Read:
-        return self._decoder.prefill(token_ids, lengths, forward, with_routes=with_routes)
+    def prefill(
+        self, token_ids: Tensor, lengths: Tensor, forward: Prefill, *, detail: RouteDetail = RouteDetail.none
+    ) -> Read:
+        return self._decoder.prefill(token_ids, lengths, forward, detail=detail)
 
-    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, with_routes: bool = False) -> Read:
-        read = self._decoder.step(tokens, positions, forward, with_routes=with_routes)
+    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, detail: RouteDetail = RouteDetail.none) -> Read:
+        read = self._decoder.step(tokens, positions, forward, detail=detail)
         now = time.perf_counter()
         self.steps.append((now - self._last, len(tokens)))
         self._last = now

@@ -1,4 +1,5 @@
-"""K3 of a mixture of experts with the trainer's own choice of experts and with the engine's, on the same tokens.
+"""K3 of a mixture of experts on the same tokens: with the trainer's own choice of experts, with the engine's, and with
+the engine's factors of their outputs too.
 
 The demo's Qwen3-MoE (`model=arithmetic model.num_experts=16`), early in its training, where it is not sure of every
 token: three models of --steps supervised steps. The engine is the embedded one in bfloat16, its weights as they are or
@@ -25,9 +26,10 @@ from torch import Tensor
 
 from algorithms.kl import k3
 from rollout.collect.requests import make_sample
-from rollout.config import DType, Quantization
+from rollout.config import DType, Quantization, RouteDetail
 from rollout.data.arithmetic import arithmetic_problems
 from rollout.data.tokenizer import load_tokenizer
+from rollout.routes import Routes
 from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import GenerateRequest, Sample, SamplingParams
@@ -53,7 +55,8 @@ class Found(NamedTuple):
     """What one engine and one model gave."""
 
     live: float
-    replayed: float
+    experts: float
+    weights: float
     rerouted: float
     """Share of the tokens for which the trainer would choose other experts in some layer."""
 
@@ -80,7 +83,8 @@ def sampled(model: Path, quantization: Quantization, *, count: int, seed: int) -
             prompt_token_ids=prompt,
             sampling=SamplingParams(
                 temperature=1.0, max_new_tokens=24, seed=seed * 100_000 + number * GROUP + index,
-                with_routes=is_mixture, stop_token_ids=(tokenizer.eos_token_id,),
+                routes=RouteDetail.weights if is_mixture else RouteDetail.none,
+                stop_token_ids=(tokenizer.eos_token_id,),
             ),
         )
         for number, prompt in enumerate(prompts)
@@ -118,13 +122,24 @@ def measure(config: ArithmeticModelConfig, quantization: Quantization, *, count:
         make_replayable(decoder_layers(causal_lm.get_decoder()), mixture)
         model.with_routes = True
     live, _ = scored(model, [replace(sample, routes=None) for sample in samples])
-    replayed, counts = scored(model, samples)
-    return Found(k3(live).mean().item(), k3(replayed).mean().item(), float(counts[2] / counts[3].clamp(min=1)))
+    weights, counts = scored(model, samples)
+    experts, _ = scored(model, [replace(each, routes=each.routes and Routes(each.routes.parts)) for each in samples])
+    return Found(
+        live=k3(live).mean().item(),
+        experts=k3(experts).mean().item(),
+        weights=k3(weights).mean().item(),
+        rerouted=float(counts[2] / counts[3].clamp(min=1)),
+    )
 
 
 def shown(values: list[float]) -> str:
     """Median and range."""
     return f"{statistics.median(values):.1e} ({min(values):.1e} to {max(values):.1e})"
+
+
+def ratio(values: list[float]) -> str:
+    """Median and range."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def main() -> None:
@@ -134,8 +149,8 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
-    logger.info("| engine | dense | mixture, trainer's experts | mixture, engine's experts | ratio | tokens rerouted |")
-    logger.info("|---|---|---|---|---|---|")
+    logger.info("| engine | dense | mixture: live | replay | weights | replay/live | weights/live | tokens rerouted |")
+    logger.info("|---|---|---|---|---|---|---|---|")
     for quantization in FORMATS:
         by_kind = [
             [
@@ -148,12 +163,13 @@ def main() -> None:
             for experts in (0, NUM_EXPERTS)
         ]  # fmt: skip
         dense, mixture = by_kind
-        ratios = [each.replayed / each.live for each in mixture]
         logger.info(
-            "| bfloat16%s | %s | %s | %s | %.2f (%.2f to %.2f) | %.1f to %.1f %% |",
+            "| bfloat16%s | %s | %s | %s | %s | %s | %s | %.1f to %.1f %% |",
             "" if quantization is Quantization.none else f", {quantization.name}",
             shown([each.live for each in dense]), shown([each.live for each in mixture]),
-            shown([each.replayed for each in mixture]), statistics.median(ratios), min(ratios), max(ratios),
+            shown([each.experts for each in mixture]), shown([each.weights for each in mixture]),
+            ratio([each.experts / each.live for each in mixture]),
+            ratio([each.weights / each.live for each in mixture]),
             100 * min(each.rerouted for each in mixture), 100 * max(each.rerouted for each in mixture),
         )  # fmt: skip
 

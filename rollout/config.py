@@ -29,6 +29,15 @@ class DType(Enum):
     float16 = "float16"
 
 
+class RouteDetail(Enum):
+    """What an engine returns of routes."""
+
+    none = "none"
+    experts = "experts"
+    weights = "weights"
+    """The experts, and the factors of their outputs."""
+
+
 class Quantization(Enum):
     """Format of the weights of an engine's attention and MLP projections."""
 

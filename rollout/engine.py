@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rollout import routes
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, RouteDetail
+from rollout.routes import joined as join_routes
 from rollout.supports import joined
 from rollout.types import (
     AdapterSpec,
@@ -43,8 +43,8 @@ class EngineNeeds:
     """Tokens that the engine must be able to hold, because the one before it could; None leaves it to the engine."""
     adapter: AdapterSpec | None = None
     """The adapter that the engine gets beside the weights; None if it gets all weights."""
-    with_routes: bool = False
-    """True if the engine must be able to return routes."""
+    routes: RouteDetail = RouteDetail.none
+    """What the engine must be able to return of routes."""
     num_requests: int = 0
     """Requests that the engine gets for a step, if all engines get as many."""
 
@@ -277,7 +277,7 @@ def whole_response(request: GenerateRequest, rest: Generation) -> Generation:
         finish_reason=rest.finish_reason,
         shared_prompt_tokens=min(rest.shared_prompt_tokens, len(request.prompt_token_ids)),
         supports=joined([begun.supports_or_empty, rest.supports_or_empty]) if request.sampling.with_supports else None,
-        routes=routes.joined([begun.routes, rest.routes]) if request.sampling.with_routes else None,
+        routes=join_routes([begun.routes, rest.routes]) if request.sampling.with_routes else None,
     )
 
 

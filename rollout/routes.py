@@ -9,8 +9,9 @@ N: consecutive tokens, L: layers of the model, K: experts of a layer for a token
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.unsignedinteger]
 TYPES: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 """Bytes of the number of an expert -> type. One byte is enough for mixtures of at most 256."""
+Weights = NDArray[np.float16]
+WEIGHT_TYPE = np.dtype("<f2")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,16 +34,40 @@ class Routes:
 
     parts: tuple[Numbers, ...]
     """Each [n, L, K], numbers of experts; their n add up to N."""
+    weights: tuple[Weights, ...] = ()
+    """Each [n, L, K], the factors of the outputs of these experts, part by part; empty if the engine returned none."""
 
     def __len__(self) -> int:
         return sum(len(part) for part in self.parts)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Routes) and np.array_equal(self.whole(), other.whole())
+        if not isinstance(other, Routes) or bool(self.weights) is not bool(other.weights):
+            return False
+        same = np.array_equal(self.whole(), other.whole())
+        return same and (
+            not self.weights or np.array_equal(np.concatenate(self.weights), np.concatenate(other.weights))
+        )
 
     def whole(self) -> Numbers:
         """[N, L, K], in one piece."""
         return np.concatenate(self.parts) if self.parts else np.zeros((0, 0, 0), TYPES[1])
+
+    def merged(self) -> Routes:
+        """The same in one part, for parts of a token each."""
+        if len(self.parts) < 2:
+            return self
+        return Routes((self.whole(),), (np.concatenate(self.weights),) if self.weights else ())
+
+    def first(self, count: int) -> Routes:
+        """Those of the first `count` tokens; whole parts stay the same objects."""
+        ends = list(accumulate(len(part) for part in self.parts))
+        kept = [max(0, len(part) - max(0, end - count)) for part, end in zip(self.parts, ends, strict=True)]
+
+        def cut(parts: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
+            cuts = (part if len(part) == size else part[:size] for part, size in zip(parts, kept, strict=True))
+            return tuple(part for part in cuts if len(part))
+
+        return Routes(cut(self.parts), cut(self.weights) if self.weights else ())
 
     def problem(self, num_experts: int) -> str:
         """Reason why these are no routes of a mixture with `num_experts` in a layer; else "".
@@ -53,25 +80,40 @@ class Routes:
                 return f"expert {ordered[..., -1].max()} of {num_experts}"
             if (ordered[..., 1:] == ordered[..., :-1]).any():
                 return "one expert twice for a token"
+        if not all(np.isfinite(part).all() for part in self.weights):
+            return "a factor of an expert that is not finite"
         return ""
 
 
 def joined(parts: Iterable[Routes | None]) -> Routes:
-    """The routes of several runs of tokens, one after the other; None is a run of no tokens."""
-    return Routes(tuple(array for each in parts if each is not None for array in each.parts))
+    """The routes of several runs of tokens, one after the other; None is a run of no tokens. Without weights unless all
+    runs have them."""
+    given = [each for each in parts if each is not None]
+    experts = tuple(array for each in given for array in each.parts)
+    weights = tuple(array for each in given for array in each.weights)
+    return Routes(experts, weights if len(weights) == len(experts) else ())
 
 
-def from_bytes(data: bytes, shape: tuple[int, ...]) -> Routes:
-    """The routes of this `shape` [N, L, K] in little-endian bytes, of one, two or four for each expert.
+def from_bytes(data: bytes, shape: tuple[int, ...], *, with_weights: bool = False) -> Routes:
+    """The routes of this `shape` [N, L, K] in little-endian bytes, of one, two or four for each expert, and then of
+    their factors in float16.
 
     Raises ValueError if they are not so many.
     """
     count = math.prod(shape)
     if not count:
         return Routes(())
-    if len(data) % count or (width := len(data) // count) not in TYPES:
+    end = len(data) - with_weights * count * WEIGHT_TYPE.itemsize
+    if end < 0 or end % count or (width := end // count) not in TYPES:
         raise ValueError(f"{len(data)} bytes are no routes of shape {list(shape)}")
-    return Routes((narrowed(np.frombuffer(data, TYPES[width]).reshape(shape)),))
+    experts = narrowed(np.frombuffer(data[:end], TYPES[width]).reshape(shape))
+    return Routes((experts,), (np.frombuffer(data[end:], WEIGHT_TYPE).reshape(shape),) if with_weights else ())
+
+
+def to_bytes(routes: Routes) -> bytes:
+    """What `from_bytes` reads."""
+    weights = np.concatenate(routes.weights).tobytes() if routes.weights else b""
+    return routes.whole().tobytes() + weights
 
 
 def narrowed(experts: NDArray[np.integer]) -> Numbers:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.config import Quantization
+from rollout.config import Quantization, RouteDetail
 from rollout.routes import Routes
 from rollout.supports import Supports, no_supports
 
@@ -74,10 +74,14 @@ class SamplingParams:
     """Smallest probability of a token that is drawn, as a share of the largest one; 0 for all."""
     with_supports: bool = False
     """True if the engine returns the support of every token: training needs it for truncated sampling."""
-    with_routes: bool = False
-    """True if the engine returns the routes of the tokens that it reads: training replays them."""
+    routes: RouteDetail = RouteDetail.none
+    """What the engine returns of the routes of the tokens that it reads: training replays them."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, including the tokenizer's end-of-sequence token."""
+
+    @property
+    def with_routes(self) -> bool:
+        return self.routes is not RouteDetail.none
 
     @property
     def is_truncated(self) -> bool:

@@ -22,7 +22,7 @@ from rollout.collect.dispatch import Dispatcher, Sampler
 from rollout.collect.filters import DropReason, InvalidReason, is_zero_variance
 from rollout.collect.pending import CollectorState, PendingGroup, PendingResponse, pack_groups, unpack_groups
 from rollout.collect.requests import SeedSource, sampling_params
-from rollout.config import CollectConfig, CollectOrder, DynamicCollectConfig, SamplingConfig
+from rollout.config import CollectConfig, CollectOrder, DynamicCollectConfig, RouteDetail, SamplingConfig
 from rollout.data.dataset import PromptStream
 from rollout.rewards import Scorer
 from rollout.task_config import most_failed
@@ -55,8 +55,8 @@ class CollectPlan:
     max_lag_steps: int = 0
     """Maximum lag, in steps, of the weights that sampled a token behind the weights at the start of the step."""
     unfinished: UnfinishedGroups = UnfinishedGroups.drop
-    with_routes: bool = False
-    """True if the engines return the routes of the tokens."""
+    routes: RouteDetail = RouteDetail.none
+    """What the engines return of the routes of the tokens."""
     past_end: int | None = None
     """Token with which the chat template ends an answer, if no response ends there."""
 
@@ -250,7 +250,7 @@ class Collector:
                 self._sampling,
                 seed=seed,
                 stop_token_ids=self._plan.stop_token_ids,
-                with_routes=self._plan.with_routes,
+                routes=self._plan.routes,
             ),
         )
 

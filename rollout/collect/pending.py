@@ -15,7 +15,7 @@ from typing import NotRequired, TypedDict
 
 import numpy as np
 
-from rollout.routes import Routes, from_bytes
+from rollout.routes import Routes, from_bytes, to_bytes
 from rollout.supports import Supports
 from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, Sample, SampleGroup
 
@@ -100,8 +100,9 @@ class ResponseState(TypedDict):
     all."""
     supports: NotRequired[list[str] | None]
     """Sizes [R] and token ids [K] of the supports, encoded like `tokens`; None or absent without truncation."""
-    routes: NotRequired[tuple[list[int], str] | None]
-    """Shape [N, L, K] and numbers of the experts, encoded like `tokens`; None or absent without routes."""
+    routes: NotRequired[tuple[list[int], bool, str] | None]
+    """Shape [N, L, K] of the routes, whether they have weights, and their bytes in base64; None or absent without
+    routes."""
     ended: str | None
     """The finish reason; None while the response is unfinished."""
     valid: bool
@@ -194,7 +195,7 @@ def _unpack(state: ResponseState, request: GenerateRequest) -> PendingResponse:
         finish_reason=FinishReason.abort if ended is None else FinishReason(ended),
         sampled=None if sampled is None else _numbers(sampled, "?").tolist(),
         supports=None if supports is None else Supports(*(_numbers(text, "<i4") for text in supports)),
-        routes=None if routes is None else from_bytes(base64.b64decode(routes[1]), tuple(routes[0])),
+        routes=None if routes is None else _unpacked_routes(*routes),
     )
     room = request.sampling.max_new_tokens - len(generation.token_ids)
     if ended is not None and room >= 0:
@@ -204,9 +205,12 @@ def _unpack(state: ResponseState, request: GenerateRequest) -> PendingResponse:
     return PendingResponse(request=request)
 
 
-def _packed_routes(routes: Routes) -> tuple[list[int], str]:
-    whole = routes.whole()
-    return list(whole.shape), _text(whole)
+def _packed_routes(routes: Routes) -> tuple[list[int], bool, str]:
+    return list(routes.whole().shape), bool(routes.weights), base64.b64encode(to_bytes(routes)).decode("ascii")
+
+
+def _unpacked_routes(shape: list[int], with_weights: bool, text: str) -> Routes:
+    return from_bytes(base64.b64decode(text), tuple(shape), with_weights=with_weights)
 
 
 def _text(values: np.ndarray) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import xxhash
 
-from rollout.config import SamplingConfig
+from rollout.config import RouteDetail, SamplingConfig
 from rollout.supports import joined, no_supports
 from rollout.types import GenerateRequest, Generation, Sample, SamplingParams
 
@@ -77,7 +77,7 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
 
 
 def sampling_params(
-    config: SamplingConfig, *, seed: int, stop_token_ids: tuple[int, ...], with_routes: bool = False
+    config: SamplingConfig, *, seed: int, stop_token_ids: tuple[int, ...], routes: RouteDetail = RouteDetail.none
 ) -> SamplingParams:
     """Sampling parameters of one training response."""
     return SamplingParams(
@@ -88,6 +88,6 @@ def sampling_params(
         top_k=config.top_k,
         min_p=config.min_p,
         with_supports=config.is_truncated,
-        with_routes=with_routes,
+        routes=routes,
         stop_token_ids=stop_token_ids,
     )

@@ -10,12 +10,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rollout.weights.experts import Mixture
+from rollout.weights.experts import ROUTERS, Mixture
 
 TOP_K = (torch.topk, torch.Tensor.topk)
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    """The modules of a mixture that choose experts, layer by layer. Each returns logits, the factors of the experts'
+    outputs [N, K], and the experts [N, K]."""
+    return [module for name, module in model.named_modules() if f".{name}".endswith(ROUTERS)]
 
 
 class RouterTap(TorchFunctionMode):

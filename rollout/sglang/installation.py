@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.config import Quantization
+from rollout.config import Quantization, RouteDetail
 from rollout.engine import EngineError, EngineNeeds
 from rollout.processes.gpu_host import listed
 from rollout.sglang import routed_server
@@ -112,7 +112,7 @@ def server_environment(
         # FastAPI prints dozens of warnings about SGLang's route names.
         "PYTHONWARNINGS": "ignore::UserWarning",
         ACTIVE: "0" if needs.adapter is None else "1",
-        routed_server.ACTIVE: "1" if needs.with_routes else "0",
+        routed_server.ACTIVE: needs.routes.name,
     }
     if device == "cpu":
         environment |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
@@ -209,7 +209,7 @@ def server_args(
         **(EXACT_SERVER_ARGS if config.exact else {}),
         **quantized_server_args(quantization),
         **adapter_args(needs.adapter),
-        **({"enable_return_routed_experts": True} if needs.with_routes else {}),
+        **({"enable_return_routed_experts": True} if needs.routes is not RouteDetail.none else {}),
         "custom_weight_loader": [LOADER],
         "device": device,
         "dtype": config.dtype.value,

@@ -98,10 +98,10 @@ def generation_of(
     )
 
 
-def routes_of(text: str, shape: tuple[int, int, int], *, num_experts: int) -> Routes:
+def routes_of(text: str, shape: tuple[int, int, int], *, num_experts: int, with_weights: bool = False) -> Routes:
     """The routes of SGLang's `text`, of this shape [N, L, K]. Raises ReplyError if they are none."""
     try:
-        routes = from_bytes(base64.b64decode(text), shape)
+        routes = from_bytes(base64.b64decode(text), shape, with_weights=with_weights)
     except ValueError as error:
         raise ReplyError(f"routed_experts: {error}") from error
     if problem := routes.problem(num_experts):

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from algorithms.truncation import CUT_LOGIT, kept_tokens
+from rollout.config import RouteDetail
 from rollout.engine import aborted, whole_response
-from rollout.routes import Numbers, Routes
+from rollout.routes import Routes, joined
 from rollout.supports import supports_of
 from rollout.torch.kv_cache import KVSlots
-from rollout.torch.model import Decoder
+from rollout.torch.model import Decoder, ReadRoutes
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation
 
 REFILL_PARTS = 8
@@ -106,8 +107,8 @@ class _Sequence:
     """Policy versions of the tokens sampled here."""
     supports: list[NDArray[np.int32]] = field(default_factory=list)
     """Supports of the tokens sampled here, if the request asks for them."""
-    routes: list[Numbers] = field(default_factory=list)
-    """Routes of the tokens from `first_route` on, each [n, L, K], if the request asks for them."""
+    routes: list[Routes] = field(default_factory=list)
+    """Routes of the tokens from `first_route` on, if the request asks for them; the first may be shared."""
     shared_tokens: int = 0
     """Tokens of its prompt, if they were read for another sequence."""
 
@@ -119,13 +120,7 @@ class _Sequence:
 
     def known_routes(self) -> Routes:
         """Routes of the tokens from which those of the response so far were predicted."""
-        found, left = [], self.length - 1 - self.first_route
-        for part in self.routes:
-            if left > 0:
-                found.append(part[:left] if len(part) > left else part)
-            left -= len(part)
-        # The first may be shared; the others are of one token each.
-        return Routes((*found[:1], np.concatenate(found[1:])) if len(found) > 2 else tuple(found))
+        return joined([*self.routes[:1], joined(self.routes[1:]).merged()]).first(self.length - 1 - self.first_route)
 
     @property
     def text(self) -> list[int]:
@@ -222,7 +217,7 @@ class Batch:
         self._decoder, self._version = decoder, policy_version
         self._logits = None
         for sequence in self._sequences:
-            sequence.routes = list(sequence.known_routes().parts)  # the newest token is read again for the next one
+            sequence.routes = [sequence.known_routes()]  # the newest token is read again for the next one
         if self._sequences:
             self._logits = self._read(0, [sequence.text for sequence in self._sequences])
 
@@ -264,25 +259,27 @@ class Batch:
                 self._decoder.reading(
                     self._slots, first_slot=first + part.start, prompt_of_slot=text_of_slot, longest=width
                 ),
-                with_routes=self._wants_routes,
+                detail=self._detail,
             )
             logits.append(read.logits[text_of_slot])
             seen: set[int] = set()
             # One array for all that share it: it is sent to another process once.
-            routes: dict[tuple[int, int], Numbers] = {}
+            routes: dict[tuple[int, int], Routes] = {}
             for sequence, text in zip(self._sequences[first + part.start :], index, strict=False):
                 if text in seen:
                     sequence.shared_tokens = len(sequence.request.prompt_token_ids)
                 seen.add(text)
                 known = sequence.first_route + sum(map(len, sequence.routes))
                 if read.routes is not None and known < sequence.length:
-                    new = read.routes[text, known : sequence.length]
+                    new = _rows(read.routes, text, slice(known, sequence.length))
                     sequence.routes.append(routes.setdefault((text, known), new))
         return torch.cat(logits)
 
     @property
-    def _wants_routes(self) -> bool:
-        return any(sequence.request.sampling.with_routes for sequence in self._sequences)
+    def _detail(self) -> RouteDetail:
+        """The most that a sequence asks for."""
+        wanted = {sequence.request.sampling.routes for sequence in self._sequences}
+        return next((each for each in (RouteDetail.weights, RouteDetail.experts) if each in wanted), RouteDetail.none)
 
     def _sample(self) -> list[Completion]:
         """Draw the next token of every active sequence -> the sequences that ended with it."""
@@ -357,11 +354,17 @@ class Batch:
         positions = torch.tensor(places, device=device)
         forward = self._decoder.stepping(self._slots, positions=positions, longest=max(places) + 1)
         tokens = torch.tensor([sequence.tokens[-1] for sequence in self._sequences], device=device)
-        read = self._decoder.step(tokens, positions, forward, with_routes=self._wants_routes)
+        read = self._decoder.step(tokens, positions, forward, detail=self._detail)
         if read.routes is not None:
-            for sequence, rows in zip(self._sequences, read.routes, strict=True):
-                sequence.routes.append(rows)
+            for row, sequence in enumerate(self._sequences):
+                sequence.routes.append(_rows(read.routes, row, slice(None)))
         return read.logits
+
+
+def _rows(read: ReadRoutes, row: int, tokens: slice) -> Routes:
+    """The routes of some tokens of a row that was read."""
+    weights = () if read.weights is None else (read.weights[row, tokens],)
+    return Routes((read.experts[row, tokens],), weights)
 
 
 def chunks(texts: Sequence[Sequence[int]], *, max_tokens: int) -> Iterator[slice]:

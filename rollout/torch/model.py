@@ -3,19 +3,28 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rollout.config import RouteDetail
 from rollout.exact.layers import log_softmax
-from rollout.model.routing import RouterTap
-from rollout.routes import Numbers, narrowed
+from rollout.model.routing import routers
+from rollout.routes import Numbers, Weights, narrowed
 from rollout.torch.exact_cache import ExactPrefill, ExactStep
 from rollout.torch.kv_cache import KVSlots, Prefill, Step
 from rollout.weights.experts import mixture_of
+
+
+class ReadRoutes(NamedTuple):
+    """Routes of B rows of T tokens, on the host."""
+
+    experts: Numbers
+    """[B, T, L, K]."""
+    weights: Weights | None
+    """[B, T, L, K]; None if they are not wanted."""
 
 
 class Read(NamedTuple):
@@ -23,9 +32,8 @@ class Read(NamedTuple):
 
     logits: Tensor
     """[B, V] after the last token of each."""
-    routes: Numbers | None
-    """[B, T, L, K] on the host, the experts of each token in each layer; None if they are not wanted, or if the model
-    is dense."""
+    routes: ReadRoutes | None
+    """None if they are not wanted, or if the model is dense."""
 
 
 class Decoder:
@@ -41,7 +49,7 @@ class Decoder:
         self._head: Any = model.get_output_embeddings()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self._mixture = mixture_of(model.config.to_dict())
+        self._gates: list[torch.nn.Module] = routers(model) if mixture_of(model.config.to_dict()) else []
 
     def reading(self, slots: KVSlots, *, first_slot: int, prompt_of_slot: Tensor, longest: int) -> Prefill:
         """How prompts are read into `slots`."""
@@ -56,36 +64,43 @@ class Decoder:
         """[B, V] float32 -> [B, V]."""
         return torch.log_softmax(logits, dim=-1)
 
-    def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill, *, with_routes: bool = False) -> Read:
+    def prefill(
+        self, token_ids: Tensor, lengths: Tensor, forward: Prefill, *, detail: RouteDetail = RouteDetail.none
+    ) -> Read:
         """Read prompts [U, P], padded on the right, of `lengths` [U]."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
-        hidden, routes = self._hidden(token_ids, positions, forward, with_routes=with_routes)
+        hidden, routes = self._hidden(token_ids, positions, forward, detail=detail)
         return Read(self._head(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]), routes)
 
-    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, with_routes: bool = False) -> Read:
+    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, detail: RouteDetail = RouteDetail.none) -> Read:
         """Read one token [N] per sequence, at `positions` [N]."""
-        hidden, routes = self._hidden(tokens[:, None], positions[:, None], forward, with_routes=with_routes)
+        hidden, routes = self._hidden(tokens[:, None], positions[:, None], forward, detail=detail)
         return Read(self._head(hidden[:, 0]), routes)
 
     def _hidden(
-        self, token_ids: Tensor, positions: Tensor, forward: Prefill | Step, *, with_routes: bool
-    ) -> tuple[Tensor, Numbers | None]:
+        self, token_ids: Tensor, positions: Tensor, forward: Prefill | Step, *, detail: RouteDetail
+    ) -> tuple[Tensor, ReadRoutes | None]:
         """Final hidden states [B, T, hidden] and routes of tokens and positions [B, T]."""
-        chosen: list[Tensor] = []
+        recorded: list[tuple[Tensor, Tensor]] = []
 
-        def record(experts: Tensor) -> Tensor:
-            chosen.append(experts)
-            return experts
+        def record(_gate: object, _inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
+            recorded.append((output[2], output[1]))
 
-        records = with_routes and self._mixture is not None
-        with RouterTap(self._mixture, record) if records and self._mixture is not None else nullcontext():
+        hooks = [gate.register_forward_hook(record) for gate in self._gates if detail is not RouteDetail.none]
+        try:
             hidden: Tensor = self._decoder(
                 input_ids=token_ids, position_ids=positions, use_cache=False, forward_kind=forward
             ).last_hidden_state
-        if self._mixture is None or not records:
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not recorded:
             return hidden, None
-        kind = torch.uint8 if self._mixture.number <= 256 else torch.int32
-        return hidden, narrowed(torch.stack(chosen, dim=1).unflatten(0, token_ids.shape).to(kind).cpu().numpy())
+        experts, weights = (
+            torch.stack(layers, dim=1).unflatten(0, token_ids.shape) for layers in zip(*recorded, strict=True)
+        )
+        given = weights.half().cpu().numpy() if detail is RouteDetail.weights else None
+        return hidden, ReadRoutes(narrowed(experts.cpu().numpy()), given)
 
 
 class ExactDecoder(Decoder):

@@ -111,12 +111,12 @@ class CountingDecoder(Decoder):
         self.rows: list[int] = []
         """Sequences of every step."""
 
-    def prefill(self, token_ids, lengths, forward, *, with_routes):
+    def prefill(self, token_ids, lengths, forward, *, detail):
         self.prompts.append(len(token_ids))
         self.widths.append(token_ids.shape[1])
         return self._logits(token_ids[torch.arange(len(token_ids)), lengths - 1])
 
-    def step(self, tokens, positions, forward, *, with_routes):
+    def step(self, tokens, positions, forward, *, detail):
         self.rows.append(len(tokens))
         return self._logits(tokens)
 

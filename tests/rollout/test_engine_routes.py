@@ -16,8 +16,9 @@ from sglang_cases import LONG, PROMPTS, Served, make_requests, poll_all, start_s
 from tiny_model import EXPERTS_PER_TOKEN, NUM_EXPERTS, experts_chosen, write_tiny_model
 from torch import Tensor
 
-from rollout.config import DType
+from rollout.config import DType, RouteDetail
 from rollout.engine import Engine, EngineNeeds, EngineSetup
+from rollout.model.routing import routers
 from rollout.sglang.replies import ReplyError, routes_of
 from rollout.torch.config import TorchEngineConfig
 from rollout.types import FinishReason, GenerateRequest, Generation
@@ -36,7 +37,7 @@ class Case:
     def __init__(self, kind: str, directory: Path) -> None:
         self._served: Served | None = None
         if kind == "sglang":
-            needs = EngineNeeds(with_routes=True)
+            needs = EngineNeeds(routes=RouteDetail.weights)
             self._served = start_served(directory, model_type="qwen3_moe", tied=False, dtype=DType.float32, needs=needs)
             self.engine: Engine = self._served.engine
             self.model = self._served.model
@@ -69,12 +70,27 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def with_routes(requests: list[GenerateRequest]) -> list[GenerateRequest]:
-    return [replace(each, sampling=replace(each.sampling, with_routes=True)) for each in requests]
+    return [replace(each, sampling=replace(each.sampling, routes=RouteDetail.weights)) for each in requests]
 
 
 def routes_under(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     """[T, L, K] sorted experts of every token in a forward of transformers."""
     return experts_chosen(model, token_ids).sort(-1).values
+
+
+def factors_under(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    """[T, L, K] factors of the experts of every token, in the order of the experts' numbers."""
+    found: list[Tensor] = []
+
+    def record(_gate: object, _inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        found.append(output[1].gather(-1, output[2].argsort(-1)))
+
+    hooks = [gate.register_forward_hook(record) for gate in routers(model)]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([token_ids]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, dim=1)
 
 
 def returned(request: GenerateRequest, generation: Generation) -> Tensor:
@@ -100,6 +116,13 @@ def test_routes_are_those_of_the_weights(case: Case) -> None:
         for request, generation in zip(requests, generations, strict=True)
     ]
     assert share_equal(found, expected) > 0.995
+    for request, generation in zip(requests, generations, strict=True):
+        assert generation.routes is not None
+        factors = torch.from_numpy(np.concatenate(generation.routes.weights)).float()
+        order = torch.from_numpy(generation.routes.whole().astype(np.int64)).argsort(-1)
+        own = factors_under(case.model, request.prompt_token_ids + generation.token_ids)[:-1]
+        gaps = (factors.gather(-1, order) - own).abs()
+        assert gaps.quantile(0.99) < 1e-3 and own.std() > 0.1
     shared = [generation.routes.parts[0] for generation in generations[-4:] if generation.routes]
     assert all(part is shared[0] for part in shared), "the routes of a prompt are one array for all its responses"
     plain = case.engine.generate(make_requests(PROMPTS))

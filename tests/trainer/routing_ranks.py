@@ -33,12 +33,13 @@ def gradient_of_ranks(
     for process in ranks:
         process.start()
     theirs.close()  # so that the end of all ranks is the end of the pipe
-    found: tuple[torch.Tensor, torch.Tensor] | None = ours.recv() if ours.poll(DEADLINE_S) else None
+    found = ours.recv() if ours.poll(DEADLINE_S) else None
     for process in ranks:
         process.join(DEADLINE_S)
         process.kill()
     assert found is not None and [process.exitcode for process in ranks] == [0] * len(ranks)
-    return found
+    gradient, counts = found
+    return torch.from_numpy(gradient), torch.from_numpy(counts)
 
 
 def _rank(rank: int, config: TrainConfig, path: Path, samples: Sequence[Sample], answers: Any) -> None:
@@ -61,5 +62,5 @@ def _rank(rank: int, config: TrainConfig, path: Path, samples: Sequence[Sample],
     counts = torch.zeros(4, dtype=torch.float64) if scores.route_counts is None else scores.route_counts
     dist.all_reduce(counts)
     if rank == 0:
-        answers.send((gradient, counts))
+        answers.send((gradient.numpy(), counts.numpy()))  # a tensor would be read after this process has ended
     dist.destroy_process_group()

@@ -212,3 +212,30 @@ def test_ranks_have_the_gradient_of_transformers(tmp_path: Path) -> None:
         gradient_of_ranks(config, tmp_path, parts) for parts in ([others], [others[:2], others[2:]])
     )
     assert counts[0] > 0 and (one - two).norm() <= 1e-6 * one.norm() < (one - expected).norm()
+
+
+def test_given_factors_have_their_numbers_and_the_trainers_gradient(model: ScoringModel) -> None:
+    samples = routed(model, make_samples())
+    given = [with_factors(sample, factor) for sample, factor in zip(samples, (0.3, 0.3, 0.9), strict=True)]
+    seen: list[Tensor] = []
+    hooks = [
+        layer.mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
+        for layer in decoder_layers(model.causal_lm.get_decoder())
+    ]
+    _, gradient = gradients(model, micro_batch(given))
+    for hook in hooks:
+        hook.remove()
+    known = torch.tensor([*range(3), *range(3, 10), *range(11, 15), *range(16, 19)])  # as in the test of experts
+    for factors in seen:
+        expected = torch.tensor([0.3] * 3 + [0.9] * 7 + [0.3] * 7)[:, None].expand(-1, EXPERTS_PER_TOKEN)
+        torch.testing.assert_close(factors.detach()[known], expected, atol=1e-3, rtol=0)
+    router = next(p for n, p in model.named_parameters() if n.endswith("layers.0.mlp.gate.weight"))
+    assert router.grad is not None and router.grad.abs().max() > 0
+    assert not torch.equal(gradient, gradients(model, micro_batch(samples))[1])
+
+
+def with_factors(sample: Sample, factor: float) -> Sample:
+    """A sample whose experts all have this factor."""
+    assert sample.routes is not None
+    shape = (len(sample.routes), NUM_LAYERS, EXPERTS_PER_TOKEN)
+    return replace(sample, routes=Routes(sample.routes.parts, (np.full(shape, factor, np.float16),)))

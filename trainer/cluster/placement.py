@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollout.config import LOOPBACK, Quantization
+from rollout.config import LOOPBACK, Quantization, RouteDetail
 from rollout.group.engine_group import EngineGroup
 from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
@@ -172,12 +172,12 @@ class Cluster:
         return self._policy
 
     def spawn_engines(
-        self, model_path: Path, *, adapter: AdapterSpec | None = None, with_routes: bool = False
+        self, model_path: Path, *, adapter: AdapterSpec | None = None, routes: RouteDetail = RouteDetail.none
     ) -> EngineGroup:
         """Begin to start the rollout engines; `wait_ready` of the group returns when all are ready.
 
-        They hold the weights of the model, and an `adapter` beside them if there is one; `with_routes` they can return
-        the routes of tokens.
+        They hold the weights of the model, and an `adapter` beside them if there is one; they can return
+        `routes` of tokens.
 
         On GPUs that they share with ranks this waits for the policy, because an engine takes a share of the memory that
         is free when it starts. Where they take turns, it puts the policy to sleep first.
@@ -202,7 +202,7 @@ class Cluster:
                 gpus=places[index].gpus,
                 sleeps=takes_turns,
                 adapter=adapter,
-                with_routes=with_routes,
+                routes=routes,
                 num_requests=math.ceil(self._config.batch.samples_per_step / config.num_engines),
             )
             # The type stubs know neither the argument nor the threads of its verbs.

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 from algorithms.config import Checked, Problem
 from algorithms.config.home import MAY_NAME_PATHS, PathText
 from algorithms.config.rules import Rule, above, at_least, given, ruled, within
-from rollout.config import DType
+from rollout.config import DType, RouteDetail
 
 
 class Resume(Enum):
@@ -250,9 +250,17 @@ class Routing(Enum):
     """Choice of the experts that the trainer uses for a token of a mixture."""
 
     replay = "replay"
-    """Those that the engine chose when it read the token; their weights are the trainer's."""
+    """Those that the engine chose when it read the token; the factors of their outputs are the trainer's."""
+    weights = "weights"
+    """The same with the engine's factors; their gradient is that of the trainer's own."""
     live = "live"
     """Those that the trainer chooses itself."""
+
+    @property
+    def detail(self) -> RouteDetail:
+        """What the engines return for it."""
+        of = {Routing.replay: RouteDetail.experts, Routing.weights: RouteDetail.weights}
+        return of.get(self, RouteDetail.none)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -275,7 +283,8 @@ class PolicyConfig(Checked):
     """Train adapters instead of all weights."""
     routing: Routing = Routing.replay
     """Experts of a mixture that the trainer uses for a token: replay takes those of the engine, whose every token
-    then brings a byte for each expert that was chosen, live its own. Without effect on a dense model."""
+    then brings a byte for each expert that was chosen, weights also the factors of their outputs, two bytes more, and
+    live the trainer's own. Without effect on a dense model."""
     torch_compile: bool = False
     """Compile the decoder layers of policy and critic with torch.compile, attention excepted. For GPUs; not yet run on
     one."""

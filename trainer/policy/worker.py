@@ -208,7 +208,7 @@ class PolicyWorker:
         if trained:
             checkpoint_activations(causal_lm.get_decoder(), every=policy.activation_checkpoint_every)
         mixture = mixture_of(causal_lm.config.to_dict())
-        if trained and mixture is not None and policy.routing is Routing.replay:
+        if trained and mixture is not None and policy.routing is not Routing.live:
             make_replayable(decoder_layers(causal_lm.get_decoder()), mixture)
             model.with_routes = True
         if policy.torch_compile:

@@ -199,9 +199,7 @@ def open_run(
     cluster = within.enter_context(Cluster(config, log_dir=run_dir / LOGS))
     within.enter_context(closing(task.scorer))
     policy = cluster.spawn_policy(task.model_path, task.critic_path)
-    engines = cluster.spawn_engines(
-        task.model_path, adapter=sent_adapter(config, task.model_path), with_routes=task.with_routes
-    )
+    engines = cluster.spawn_engines(task.model_path, adapter=sent_adapter(config, task.model_path), routes=task.routes)
     policy.wait_ready()
     for info in engines.wait_ready():
         tracker.console.line(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
@@ -352,7 +350,7 @@ def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: 
             group_size=config.batch.group_size,
             seed=config.run.seed,
             stop_token_ids=task.stop_token_ids,
-            with_routes=task.with_routes,
+            routes=task.routes,
             past_end=task.past_end,
             min_group_size=config.min_group_size,
             max_lag_steps=config.max_lag_steps,

@@ -17,7 +17,7 @@ from torch import Tensor
 from algorithms.kl import k3
 from rollout.collect.filters import invalid_reason
 from rollout.collect.requests import SeedSource, make_sample, sampling_params
-from rollout.config import DType, Quantization
+from rollout.config import DType, Quantization, RouteDetail
 from rollout.group.engine_group import EngineGroup
 from rollout.types import GenerateRequest, Prompt, Sample
 from rollout.weights.packed_weights import DTYPES
@@ -123,9 +123,7 @@ def probe_logprobs(
 
 def sampled(config: TrainConfig, task: Task, engines: EngineGroup, *, policy_version: int) -> list[MicroBatch]:
     """A few responses of every engine, one each. Raises ProbeError if one is invalid."""
-    requests = probe_requests(
-        config, task.dataset.train, stop_token_ids=task.stop_token_ids, with_routes=task.with_routes
-    )
+    requests = probe_requests(config, task.dataset.train, stop_token_ids=task.stop_token_ids, routes=task.routes)
     with engines.resident():
         generations = engines.generate(requests)
     samples: list[Sample] = []
@@ -150,16 +148,18 @@ def scored(
 
 
 def probe_requests(
-    config: TrainConfig, prompts: Sequence[Prompt], *, stop_token_ids: tuple[int, ...], with_routes: bool = False
+    config: TrainConfig,
+    prompts: Sequence[Prompt],
+    *,
+    stop_token_ids: tuple[int, ...],
+    routes: RouteDetail = RouteDetail.none,
 ) -> list[GenerateRequest]:
     """The first training prompts, one response each, enough for every engine."""
     seeds = SeedSource(config.run.seed, step=PROBE_STEP)
     requests = []
     for prompt in prompts[: PROMPTS_PER_ENGINE * config.rollout.num_engines]:
         number, params = prompt.prompt_id, config.sampling
-        sampling = sampling_params(
-            params, seed=seeds.draw(number, 0), stop_token_ids=stop_token_ids, with_routes=with_routes
-        )
+        sampling = sampling_params(params, seed=seeds.draw(number, 0), stop_token_ids=stop_token_ids, routes=routes)
         sampling.max_new_tokens = min(MAX_TOKENS, sampling.max_new_tokens)
         requests.append(
             GenerateRequest(prompt_id=number, sample_index=0, prompt_token_ids=prompt.token_ids, sampling=sampling)

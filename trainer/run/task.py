@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from algorithms.config import Problem
+from rollout.config import RouteDetail
 from rollout.data.data_files import DataError
 from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_dataset, prompts_digest
 from rollout.data.special_tokens import response_decoder
@@ -19,7 +20,7 @@ from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
 from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
-from trainer.config.training import HFModelConfig, Routing
+from trainer.config.training import HFModelConfig
 from trainer.models.directory import has_experts
 from trainer.models.resolve import compare_files, resolve_critic, resolve_model
 from trainer.rundir.cache import Progress
@@ -51,8 +52,8 @@ class Task:
     dataset: Dataset
     stop_token_ids: tuple[int, ...]
     scorer: Scorer
-    with_routes: bool = False
-    """True if the engines return the routes of a mixture's tokens, and the trainer replays them."""
+    routes: RouteDetail = RouteDetail.none
+    """What the engines return of the routes of a mixture's tokens, for the trainer to replay."""
     past_end: int | None = None
     """Token with which the chat template ends an answer, if no response ends there."""
     model_mark: str | None = None
@@ -121,7 +122,7 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         tokenizer=tokenizer,
         dataset=dataset,
         stop_token_ids=stop_ids,
-        with_routes=trains and config.policy.routing is Routing.replay and has_experts(model_path),
+        routes=config.policy.routing.detail if trains and has_experts(model_path) else RouteDetail.none,
         past_end=past_end,
         scorer=Scorer(
             config.reward,

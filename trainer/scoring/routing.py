@@ -1,7 +1,8 @@
 """Routing replay: the layers of a mixture use the experts that the engine chose for each token.
 
-A router's scores stay the trainer's own, and so do the weights of the experts that are made from them, with their
-gradients; only the choice is the engine's (Rollout Routing Replay, R3: https://arxiv.org/abs/2510.11370). A token
+A router's scores stay the trainer's own, and so do the factors of the experts' outputs that are made from them, with
+their gradients; only the choice is the engine's (Rollout Routing Replay, R3: https://arxiv.org/abs/2510.11370). With
+`policy.routing=weights` the factors have the engine's numbers, too, and the gradient of the trainer's. A token
 without a known route gets the trainer's choice. The routes are an argument of every layer: a layer that is computed
 again in the backward pass, after forwards of other tokens, gets its own.
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout.model.routing import RouterTap
+from rollout.model.routing import RouterTap, routers
 from rollout.weights.experts import Mixture
 from trainer.batch.train_batch import MicroBatch
 
@@ -28,9 +29,10 @@ class Replay:
     No dataclass, because FSDP gives the layers a copy of one, to cast what is in it.
     """
 
-    def __init__(self, experts: Tensor, known: Tensor) -> None:
-        """`experts` [I, L, K] are numbers of experts; `known` [I] bool is False for a token without a known route."""
-        self._experts, self._known = experts, known
+    def __init__(self, experts: Tensor, known: Tensor, weights: Tensor | None) -> None:
+        """`experts` [I, L, K] are numbers of experts; `known` [I] bool is False for a token without a known route;
+        `weights` [I, L, K] are the factors of the experts' outputs, None for those of the trainer."""
+        self._experts, self._known, self._weights = experts, known, weights
         self._changed: list[Tensor] | None = []
         """[I] bool of each layer: True where the trainer's own choice is another set. None once the forward is over, so
         that a layer that is computed again counts nothing."""
@@ -41,6 +43,13 @@ class Replay:
         if self._changed is not None:
             self._changed.append((experts.sort(dim=-1).values != own.sort(dim=-1).values).any(dim=-1))
         return experts
+
+    def weighed(self, layer: int, own: Tensor) -> Tensor:
+        """The factors [I, K] of the experts of a layer: the engine's numbers, the gradient of the trainer's `own`."""
+        if self._weights is None:
+            return own
+        given = self._weights[:, layer].to(own.dtype)
+        return torch.where(self._known[:, None], own + (given - own).detach(), own)
 
     def counts(self) -> Tensor:
         """[4] float64: routes that the replay changes, of how many; tokens with such a route, of how many.
@@ -60,32 +69,49 @@ def replay_of(micro: MicroBatch, device: torch.device) -> Replay | None:
         return None
     lengths = micro.cu_seqlens.diff().tolist()
     rows: list[Any] = []
+    factors: list[Any] = []
     places, start = [], 0
     for routes, length in zip(micro.routes, lengths, strict=True):
         rows += routes.parts
+        factors += routes.weights
         places.append(torch.arange(start, start + len(routes)))
         start += length
     numbers = np.concatenate(rows)
     experts = torch.from_numpy(numbers if numbers.dtype == np.uint8 else numbers.astype(np.int32))
     number_of = torch.full((start,), -1).index_put((torch.cat(places),), torch.arange(len(experts)))
     number = number_of[micro.inputs.source.cpu()]
-    return Replay(experts[number].to(device), (number >= 0).to(device))
+    weights = torch.from_numpy(np.concatenate(factors))[number].to(device) if len(factors) == len(rows) else None
+    return Replay(experts[number].to(device), (number >= 0).to(device), weights)
 
 
 def make_replayable(layers: Sequence[nn.Module], mixture: Mixture) -> None:
     """Have all layers of a decoder, in their order, take routes, in place; without routes they compute as before."""
     for index, layer in enumerate(layers):
-        layer.forward = _Replayed(layer.forward, index, mixture)
+        layer.forward = _Replayed(layer, index, mixture)
 
 
 class _Replayed:
     """The forward of a layer, which takes routes."""
 
-    def __init__(self, forward: Any, layer: int, mixture: Mixture) -> None:
-        self._forward, self._layer, self._mixture = forward, layer, mixture
+    def __init__(self, module: nn.Module, layer: int, mixture: Mixture) -> None:
+        self._forward, self._layer, self._mixture = module.forward, layer, mixture
+        self._running: Replay | None = None
+        """That of the call that runs; in the backward pass a layer is called again with its own."""
+        for router in routers(module):
+            router.register_forward_hook(self._weigh)
 
     def __call__(self, *args: Any, replay: Replay | None = None, **kwargs: Any) -> Any:
         if replay is None:
             return self._forward(*args, **kwargs)
-        with RouterTap(self._mixture, lambda own: replay.used(self._layer, own)):
-            return self._forward(*args, **kwargs)
+        self._running = replay
+        try:
+            with RouterTap(self._mixture, lambda own: replay.used(self._layer, own)):
+                return self._forward(*args, **kwargs)
+        finally:
+            self._running = None
+
+    def _weigh(self, _router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        if self._running is None:
+            return output
+        logits, own, experts = output
+        return logits, self._running.weighed(self._layer, own), experts

@@ -161,11 +161,11 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
 
 def _routing_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield what a mixture of experts cannot be trained with."""
-    if config.policy.routing is Routing.replay and not config.rollout.returns_routes:
+    if config.policy.routing is not Routing.live and not config.rollout.returns_routes:
         rule = f"must be live: engines of rollout={config.rollout.kind} as they are set here return no routes"
         yield config.broken("policy.routing", rule, "The trainer then chooses the experts itself.")
-    if config.policy.routing is Routing.replay and config.policy.torch_compile:
-        rule = "must be false for a mixture of experts with policy.routing=replay"
+    if config.policy.routing is not Routing.live and config.policy.torch_compile:
+        rule = f"must be false for a mixture of experts with policy.routing={config.policy.routing.name}"
         yield config.broken("policy.torch_compile", rule, "Or set policy.routing=live.")
 
 
