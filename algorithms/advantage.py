@@ -74,7 +74,7 @@ def sample_advantages(
     deviation = torch.where(size > 0, values - mean, 0.0)
     step = StepRewards(values, deviation, group, size, kept, num_tokens, epsilon)
     if isinstance(estimator, CustomEstimator):
-        return estimator.fitting(estimator(step), rewards, finite=True).float()
+        return estimator.fitting(estimator.answer(step), rewards, finite=True).float()
     return ADVANTAGES[estimator](step).float()
 
 

@@ -37,10 +37,10 @@ def token_coefficients(
     A count of 0 divides by 1: an empty sum gives the loss 0, not NaN. Raises ValueError for aggregation=fixed_length
     without fixed_length_tokens.
     """
+    ones = mask.float()
     if isinstance(aggregation, CustomAggregation):
         counts = {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences)}
-        return aggregation.fitting(aggregation(mask, cu_seqlens, **counts), mask, finite=True)
-    ones = mask.float()
+        return aggregation.fitting(aggregation.answer(mask, cu_seqlens, **counts), ones, finite=True)
     match aggregation:
         case Aggregation.token_mean:
             return divide_by_count(ones, num_tokens)

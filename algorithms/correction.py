@@ -67,13 +67,14 @@ def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
     if spec.weight is not None:
         level, bound = spec.weight.level, spec.weight.bound
         if isinstance(level, CustomLevel):
-            log_ratio, has_weight = (level.fitting(each, tokens.delta) for each in level(tokens))
+            log_ratio, has_weight = map(level.fitting, level.answer(tokens), (tokens.delta, tokens.valid))
             log_ratio = level.fitting(torch.where(has_weight, log_ratio, 0.0), tokens.delta, finite=True)
         else:
             log_ratio, has_weight = LEVELS[level](tokens)
         rho = bounded_exp(torch.where(has_weight, log_ratio, 0.0))
         if isinstance(bound, CustomBound):
-            weight, inside = (bound.fitting(each, rho, finite=True) for each in bound(rho, log_ratio, tokens))
+            weight, inside = map(bound.fitting, bound.answer(rho, log_ratio, tokens), (rho, tokens.valid))
+            bound.fitting(weight, rho, finite=True)
         else:
             weight, inside = BOUNDS[bound](rho, log_ratio, spec.weight)
         keep = keep & has_weight & inside

@@ -319,8 +319,13 @@ def policy_loss(
     if isinstance(loss_config, CustomLoss):
         mu = None if correction.rollout is None else torch.where(active, correction.rollout, 0.0)
         tokens = tokens._replace(rollout_logprobs=mu)
-        surrogate = Surrogate(*(loss_config.fitting(each, theta) for each in loss_config(tokens)))
+        surrogate = loss_config.answer(tokens)
+        if not isinstance(surrogate, Surrogate):
+            raise ValueError(f"{loss_config.source} must return a Surrogate, got {type(surrogate).__name__}")
         loss_config.fitting(surrogate.loss, theta, finite=True)
+        loss_config.fitting(surrogate.ratio, theta.detach())
+        for bounded in (surrogate.clipped_low, surrogate.clipped_high):
+            loss_config.fitting(bounded, active)
     elif loss_config.surrogate in SURROGATES:
         surrogate = SURROGATES[loss_config.surrogate](tokens, loss_config)
     else:

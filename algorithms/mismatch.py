@@ -190,7 +190,8 @@ def mismatch_stats(
     if correction is not None:
         sums |= _correction_sums(tokens, correction, context.rewards)
     sums |= {
-        metric.key: torch.where(valid, metric.fitting(metric(tokens), valid).double(), 0.0).sum() for metric in metrics
+        metric.key: torch.where(valid, metric.fitting(metric.answer(tokens), tokens.delta).double(), 0.0).sum()
+        for metric in metrics
     }
     criteria = () if correction is None else tuple(correction.rejected)
     own = tuple(metric.key for metric in metrics)

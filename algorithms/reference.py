@@ -60,7 +60,7 @@ def reference_kl(
     """
     if isinstance(estimator, CustomKLEstimator):
         anchor = anchor_logprobs if estimator.reads_anchor else None
-        return estimator.fitting(estimator(logprobs, ref_logprobs.detach(), anchor), logprobs)
+        return estimator.fitting(estimator.answer(logprobs, ref_logprobs.detach(), anchor), logprobs)
     log_ratio = ref_logprobs.detach() - logprobs
     match estimator:
         case KLEstimator.k1:

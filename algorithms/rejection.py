@@ -28,7 +28,7 @@ def rejected_tokens(config: RejectConfig, tokens: Tokens) -> dict[str, Tensor]:
     Raises ValueError if a criterion needs advantages, and tokens.advantages is None.
     """
     mask = tokens.response_mask
-    own = {criterion.name: criterion.fitting(criterion(tokens), mask).bool() for criterion in config.custom}
+    own = {criterion.name: criterion.fitting(criterion.answer(tokens), mask) for criterion in config.custom}
     kept = {name: CRITERIA[name](tokens, getattr(config, name)) for name in config.active() if name not in own} | own
     return {name: mask & ~keeps for name, keeps in kept.items()}
 

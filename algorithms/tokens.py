@@ -44,6 +44,12 @@ class Tokens:
                 require_packed(self.response_mask, **{name: getattr(self, name)})
         require_segments(self.response_mask, self.cu_seqlens)
 
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the record, those that are derived included."""
+        names = [name for name, value in vars(type(self)).items() if isinstance(value, cached_property)]
+        found = [getattr(self, name) for name in (*names, *self.__dataclass_fields__)]
+        return [each for each in found if each is not None]
+
     @cached_property
     def valid(self) -> Tensor:
         """[T] bool, response tokens with finite log-probs on both sides and log mu <= MAX_ROLLOUT_LOGPROB."""

@@ -8,8 +8,9 @@ needs; an instance is called like the function of a built-in choice. docs/extend
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from algorithms.config.rules import Checked, as_yaml
 
@@ -42,16 +43,34 @@ class Custom(Checked):
         shown = [*parts.values(), *(f"{name}={as_yaml(value)}" for name, value in values.items())]
         return f"{type(self).__name__}({', '.join(shown)})"
 
+    def answer(self, *given: Any, **more: Any) -> Any:
+        """What a call of the instance returns. Raises ValueError, with the name, if the call writes into what it is
+        given: metrics and loss read the same tensors."""
+        before = list(_versions((*given, *more.values())))
+        result = self(*given, **more)  # type: ignore[operator]  # the kinds declare it
+        if list(_versions((*given, *more.values()))) != before:
+            way = "use operations without a trailing _, or a clone()"
+            raise ValueError(f"{self.source or self.name} must not change the tensors that it gets: {way}")
+        return result
+
     def fitting(self, values: Tensor, like: Tensor, *, finite: bool = False) -> Tensor:
-        """What the user's code returned, of the shape of `like`; with `finite`, which reads the device, without NaN and
-        infinity. Raises ValueError, with the name, otherwise."""
-        if getattr(values, "shape", None) != like.shape:
-            got = list(values.shape) if hasattr(values, "shape") else type(values).__name__
-            raise ValueError(f"{self.source or self.name} must return {list(like.shape)} values, got {got}")
+        """What the user's code returned, of the shape and on the device of `like`, bool if that is, with a gradient if
+        that has one; with `finite`, which reads the device, without NaN and infinity. Raises ValueError, with the name,
+        otherwise."""
+        must = f"{self.source or self.name} must return"
+        is_tensor = hasattr(values, "requires_grad")
+        if not is_tensor or values.shape != like.shape:
+            got = list(values.shape) if is_tensor else type(values).__name__
+            raise ValueError(f"{must} {list(like.shape)} values, got {got}")
+        if values.device != like.device:
+            raise ValueError(f"{must} values on {like.device}, got {values.device}")
+        if str(like.dtype) == "torch.bool" != str(values.dtype):
+            raise ValueError(f"{must} bool where it says which tokens, got {values.dtype}")
+        if like.requires_grad and not values.requires_grad:
+            raise ValueError(f"{must} values with a gradient with respect to the log-probs, and these have none")
         bad = int((~values.detach().isfinite()).sum()) if finite else 0
         if bad:
-            of = f"{bad} of {values.numel()} are not"
-            raise ValueError(f"{self.source or self.name} must return finite values, and {of}")
+            raise ValueError(f"{must} finite values, and {bad} of {values.numel()} are not")
         return values
 
     @property
@@ -73,6 +92,15 @@ class CustomMetric(Custom):
     def __call__(self, tokens: Tokens) -> Tensor:
         """The value of each token, [T]; what it is off tokens.valid does not matter."""
         raise NotImplementedError
+
+
+def _versions(parts: Iterable[Any]) -> Iterator[int]:
+    """How often each tensor among `parts`, records of tensors, and what these derive from them, was written to."""
+    for part in parts:
+        if hasattr(part, "is_inference"):
+            yield 0 if part.is_inference() else part._version  # it has none there
+        else:
+            yield from _versions(part if isinstance(part, tuple) else getattr(part, "tensors", list)())
 
 
 def written(value: object) -> object:

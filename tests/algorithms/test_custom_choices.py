@@ -270,6 +270,94 @@ def test_values_that_are_not_finite_name_the_class() -> None:
         loss_of(Log(), correct(CustomConfig().spec(), tokens()))
 
 
+@dataclass(kw_only=True)
+class Soft(CustomCriterion):
+    def __call__(self, tokens: Tokens) -> Tensor:
+        return torch.full_like(tokens.delta, 0.5)
+
+
+@dataclass(kw_only=True)
+class Elsewhere(CustomCriterion):
+    def __call__(self, tokens: Tokens) -> Tensor:
+        return tokens.valid.to("meta")
+
+
+@dataclass(kw_only=True)
+class Fixed(Clip):
+    def __call__(self, tokens: SurrogateTokens) -> Surrogate:
+        found = super().__call__(tokens)
+        return found._replace(loss=found.loss.detach())
+
+
+@dataclass(kw_only=True)
+class Shares(Clip):
+    def __call__(self, tokens: SurrogateTokens) -> Surrogate:
+        return super().__call__(tokens)._replace(clipped_low=tokens.ratio().detach())
+
+
+@dataclass(kw_only=True)
+class Loud(CustomKLEstimator):
+    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, anchor_logprobs: Tensor | None) -> Tensor:
+        return (ref_logprobs - logprobs).detach()
+
+
+@dataclass(kw_only=True)
+class Zeroes(CustomCriterion):
+    def __call__(self, tokens: Tokens) -> Tensor:
+        tokens.delta.zero_()
+        return tokens.valid
+
+
+@dataclass(kw_only=True)
+class Scales(Clip):
+    def __call__(self, tokens: SurrogateTokens) -> Surrogate:
+        tokens.advantages.mul_(0)
+        return super().__call__(tokens)
+
+
+@dataclass(kw_only=True)
+class Shifts(CustomEstimator):
+    def __call__(self, step: Any) -> Tensor:
+        return step.deviation.add_(1)  # type: ignore[no-any-return]
+
+
+@dataclass(kw_only=True)
+class Writes(CustomMetric):
+    def __call__(self, tokens: Tokens) -> Tensor:
+        return tokens.delta.abs_()
+
+
+def of_criterion(criterion: CustomCriterion) -> Correction:
+    return correct(CustomConfig(reject=RejectConfig(custom=[criterion])).spec(), tokens())
+
+
+def of_loss(config: Any) -> Tensor:
+    return loss_of(config, correct(CustomConfig().spec(), tokens()))
+
+
+UNFIT = {
+    "Soft must return bool where it says which tokens, got torch.float32": lambda: of_criterion(Soft()),
+    "Elsewhere must return values on cpu, got meta": lambda: of_criterion(Elsewhere()),
+    "Fixed must return values with a gradient": lambda: of_loss(Fixed()),
+    "Shares must return bool": lambda: of_loss(Shares()),
+    "Loud must return values with a gradient": lambda: reference_kl(
+        tokens().train.requires_grad_(), ref_logprobs=tokens().train, anchor_logprobs=None, estimator=Loud()
+    ),
+    "Zeroes must not change the tensors": lambda: of_criterion(Zeroes()),
+    "Scales must not change the tensors": lambda: of_loss(Scales()),
+    "Shifts must not change the tensors": lambda: sample_advantages(
+        Shifts(), torch.ones(4), torch.zeros(4).long(), epsilon=1e-6
+    ),
+    "Writes must not change the tensors": lambda: mismatch_stats(tokens(), metrics=[Writes()]),
+}
+
+
+@pytest.mark.parametrize("said", UNFIT)
+def test_what_does_not_fit_and_what_is_written_into_names_the_class(said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        UNFIT[said]()
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_shape_names_the_class(kind: str) -> None:
     with pytest.raises(ValueError, match=r"^Short\w+ must return \[\d+\] values, got \[\d+\]$"):
