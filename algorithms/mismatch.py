@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from algorithms.config import MAX_LOG_RATIO, CustomMetric
+from algorithms.config.rejection import REJECTED_RESPONSES, REJECTED_TOKENS, rejected_metrics
 from algorithms.config.spec import HARMLESS_ESS
 from algorithms.correction import Correction
 from algorithms.kl import bounded_exp, k1, k2, k3
@@ -55,12 +56,12 @@ MEANS: Final[dict[str, tuple[str, ...]]] = {
     "valid": (*DIVERGENCES, "prob_diff_mean"),
     "sequences": ("chi2_seq", "ppl/train", "ppl/rollout", "ppl/log_diff", "ppl/log_abs_diff", "ppl/ratio"),
     "corrected_valid": ("is/applied_mean", "is/clip_frac_hi", "is/clip_frac_lo"),
-    "corrected_tokens": ("rs/token_frac", "kept_frac"),
-    "corrected_responses": ("rs/seq_frac",),
+    "corrected_tokens": (REJECTED_TOKENS, "kept_frac"),
+    "corrected_responses": (REJECTED_RESPONSES,),
     "kept_frac": ("rs/kept_k3",),
     "rejected_valid": ("rs/rejected_k3",),
     "kept_responses": ("rs/kept_len",),
-    "rs/seq_frac": ("rs/rejected_len",),
+    REJECTED_RESPONSES: ("rs/rejected_len",),
     "rewarded_kept": ("rs/kept_reward",),
     "rewarded_rejected": ("rs/rejected_reward",),
     "raw_weight": ("is/clip_mass",),
@@ -140,8 +141,8 @@ class MismatchStats(Stats):
         metrics |= {name: sums[name] for name in COUNTS}
         metrics |= {name: max_or_none(maxes[name], valid) for name in MAXES[:3]}
         for name in self.criteria:
-            metrics[f"rs/{name}_frac"] = mean_or_none(sums[f"rs/{name}_frac"], sums["corrected_tokens"])
-            metrics[f"rs/{name}_seq_frac"] = mean_or_none(sums[f"rs/{name}_seq_frac"], sums["corrected_responses"])
+            for metric, of in zip(rejected_metrics(name), ("corrected_tokens", "corrected_responses"), strict=True):
+                metrics[metric] = mean_or_none(sums[metric], sums[of])
         ess_token = _ess(sums["is/raw_mean"], sums["rho_squared"], valid)
         ess_seq = _ess(sums["seq_rho"], sums["seq_rho_squared"], sums["sequences"])
         metrics |= {
@@ -206,7 +207,7 @@ def mismatch_stats(
 
 
 def _sum_names(criteria: tuple[str, ...], own: tuple[str, ...]) -> tuple[str, ...]:
-    return (*SUMS, *(f"rs/{name}_{part}" for name in criteria for part in ("frac", "seq_frac")), *own)
+    return (*SUMS, *(metric for name in criteria for metric in rejected_metrics(name)), *own)
 
 
 def _token_sums(tokens: Tokens, delta: Tensor, mu: Tensor, prob_diff: Tensor) -> dict[str, Tensor]:
@@ -280,8 +281,8 @@ def _correction_sums(tokens: Tokens, correction: Correction, rewards: Tensor | N
         "is/clip_frac_lo": (keep & (applied > raw)).sum(),
         "kept_frac": keep.sum(),
         "rejected_valid": (valid & ~keep).sum(),
-        "rs/token_frac": (response & ~keep).sum(),
-        "rs/seq_frac": touched.sum(),
+        REJECTED_TOKENS: (response & ~keep).sum(),
+        REJECTED_RESPONSES: touched.sum(),
         "rs/kept_k3": torch.where(keep, per_token_k3, 0.0).sum(),
         "rs/rejected_k3": torch.where(valid & ~keep, per_token_k3, 0.0).sum(),
         "kept_responses": whole.sum(),
@@ -289,7 +290,7 @@ def _correction_sums(tokens: Tokens, correction: Correction, rewards: Tensor | N
         "rs/rejected_len": torch.where(touched, tokens.num_tokens, 0.0).sum(),
     }
     for name, rejected in correction.rejected.items():
-        sums |= {f"rs/{name}_frac": rejected.sum(), f"rs/{name}_seq_frac": (tokens.total(rejected) > 0).sum()}
+        sums |= zip(rejected_metrics(name), (rejected.sum(), (tokens.total(rejected) > 0).sum()), strict=True)
     if rewards is not None:
         for name, responses in (("kept", whole), ("rejected", touched)):
             total = torch.where(responses, rewards.double(), 0.0).sum()

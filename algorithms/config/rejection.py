@@ -34,6 +34,15 @@ _PROB_DIFF = Rule(
 )
 
 
+REJECTED_TOKENS, REJECTED_RESPONSES = "rs/token_frac", "rs/seq_frac"
+"""Names of the metrics of all criteria together: the share of the tokens, and of the responses, that they reject."""
+
+
+def rejected_metrics(criterion: str) -> tuple[str, str]:
+    """Names of the same metrics of one criterion, by its name."""
+    return f"rs/{criterion}_frac", f"rs/{criterion}_seq_frac"
+
+
 @dataclass(kw_only=True, slots=True)
 class CustomCriterion(Custom):
     """A criterion of a user. Its formula is an indicator, which may hold {rho}, {train} (pi_train) and A."""
@@ -120,10 +129,15 @@ class RejectConfig(Checked):
         return {name: indicator for name, indicator in rows.items() if getattr(self, name) is not None}
 
     def conflicts(self) -> Iterator[Problem]:
-        names = self.active()
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            rule = f"must have criteria of different names, because metrics carry them: {name} is there twice"
-            yield Problem(key="custom", rule=rule, value=[criterion.source for criterion in self.custom])
+        built_in = [spec.name for spec in fields(self) if "indicator" in spec.metadata]
+        names = [*built_in, *(criterion.name for criterion in self.custom)]
+        metrics = [REJECTED_TOKENS, REJECTED_RESPONSES, *(each for name in names for each in rejected_metrics(name))]
+        for name in sorted({criterion.name for criterion in self.custom}):
+            if twice := [each for each in rejected_metrics(name) if metrics.count(each) > 1]:
+                rule = "must have criteria whose names make metrics of their own"
+                rule += f": mismatch/{twice[0]} of {name} is there twice"
+                remedy = "Rename the class, or make a subclass of another name."
+                yield Problem(key="custom", rule=rule, value=[each.source for each in self.custom], remedy=remedy)
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for every bound that was probably intended for another level or definition."""

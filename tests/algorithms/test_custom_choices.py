@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ from algorithms.config import (
 )
 from algorithms.correction import LEVELS, Correction, correct, weight_total
 from algorithms.loss import SURROGATES, Surrogate, SurrogateTokens, policy_loss
-from algorithms.mismatch import mismatch_stats
+from algorithms.mismatch import SUMS, mismatch_stats
 from algorithms.reference import reference_kl, reference_kl_loss
 from algorithms.rejection import CRITERIA
 from algorithms.tokens import Tokens
@@ -218,6 +219,15 @@ def test_a_metric_is_the_mean_over_valid_tokens_and_adds_up() -> None:
     one = mismatch_stats(tokens(), metrics=[Gap()])
     assert one.metrics()["own/Gap"] == pytest.approx(one.metrics()["mismatch/abs_logdiff_mean"])
     assert one.merge(one).metrics()["own/Gap"] == pytest.approx(one.metrics()["own/Gap"])
+
+
+@pytest.mark.parametrize("metric", [name for name in SUMS if re.fullmatch(r"rs/\w+_frac", name)])
+def test_a_criterion_cannot_take_the_name_of_a_metric(metric: str) -> None:
+    name = metric.removeprefix("rs/").removesuffix("_frac")
+    for taken in (name, "veto", "veto_seq"):
+        with pytest.raises(ConfigError, match=f"of {taken} is there twice"):
+            RejectConfig(custom=[type(taken, (Veto,), {})()])
+    assert RejectConfig(custom=[Veto(), type("Twice", (Veto,), {})()]).active() == ["Veto", "Twice"]
 
 
 def cut(value: Any) -> Any:

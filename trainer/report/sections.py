@@ -313,7 +313,7 @@ def own_numbers(metrics: Iterable[str]) -> Section:
     charts: list[Chart] = []
     for metric in sorted(metrics):
         kind, _, name = metric.partition("/")
-        rejected = metric.startswith("mismatch/rs/") and not metric.endswith(("token_frac", "seq_frac"))
+        rejected = metric.startswith("mismatch/rs/") and not metric.endswith(("/token_frac", "/seq_frac", "_seq_frac"))
         if kind == "own" or (kind == "reward" and name not in RESERVED_METRICS):
             chart = Chart(id=f"own_{len(charts)}", title=metric, series=(Series(metric, name, len(charts) % 8),))
         elif rejected and metric.endswith("_frac"):
