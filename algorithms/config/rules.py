@@ -125,7 +125,7 @@ class Problem:
 
     def under(self, prefix: str) -> Problem:
         """The same problem with the key as seen from the config that holds this config under `prefix`."""
-        return replace(self, key=f"{prefix}.{self.key}" if prefix else self.key)
+        return replace(self, key=".".join(filter(None, (prefix, self.key))))
 
     def __str__(self) -> str:
         if self.value is NOT_SET:
@@ -134,7 +134,7 @@ class Problem:
             # null is how a user writes None, true is how a user writes True.
             is_plain = isinstance(self.value, Enum | bool | None)
             text = f"{self.key} {self.rule}, got {as_yaml(self.value) if is_plain else repr(self.value)}."
-        return f"{text} {self.remedy}" if self.remedy else text
+        return (f"{text} {self.remedy}" if self.remedy else text).lstrip()
 
 
 class ConfigError(ValueError):

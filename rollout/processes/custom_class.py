@@ -6,19 +6,33 @@ The file is run where the config is read, and in each process that gets the conf
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import wraps
+from inspect import Parameter, isfunction, isgeneratorfunction, signature
+from operator import attrgetter
 from pathlib import Path
 from string import Formatter
 from typing import Any, TypeVar
 
-from algorithms.config import Checked, ConfigError, Custom
-from algorithms.config.custom import PARTS
+from algorithms.config import NOT_SET, Checked, ConfigError, CorrectionSpec, Custom, Problem
+from algorithms.config.custom import PARTS, USE
 from rollout.processes.custom_code import code_digest, custom_problem, own_files, own_line, run_file
 
 Kind = TypeVar("Kind", bound=Custom)
-_PLACES: dict[type[Custom], tuple[str, str]] = {}
-"""Class that was loaded -> absolute path of its file, and the digest of it."""
+_PLACES: dict[type, tuple[str, str]] = {}
+"""Class of a file that was run -> absolute path of the file, and the digest of it."""
+_ASKED: Mapping[str, Any] = {
+    "conflicts": [Problem],
+    "use_problems": [Problem],
+    "source_problem": Problem | None,
+    "notes": [str],
+    "spec": CorrectionSpec,
+    "text": str,
+}
+"""Method that is called where a config is read and shown -> the type of its result; in brackets, that of each part."""
 
 
 def load_class(choice: str, kind: type[Kind]) -> type[Kind]:
@@ -42,20 +56,112 @@ def load_class(choice: str, kind: type[Kind]) -> type[Kind]:
         others = [n for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)]
         has = ", ".join(n for n in others if n != kind.__name__) or "none"
         raise ValueError(f"must name a subclass of {kind.__name__} in {path}, which has {has}")
-    if problem := _unusable(found):
+    if problem := _unusable(found, kind):
         raise ValueError(f"{problem} (class {name} of {path})")
     found.source = choice
-    found.__reduce__ = _reduced  # type: ignore[method-assign, assignment]
+    if vars(found).get("__reduce__") is not _reduced:
+        for part in {found, *_classes(module, module.__name__)} - set(_PLACES):
+            _PLACES[part] = (str(path), digest)
+            for method, call in list(vars(part).items()) if issubclass(part, Custom) else ():
+                if isfunction(call):
+                    setattr(part, method, _without_exit(call))
+            if issubclass(part, Enum):
+                part.__reduce_ex__ = _member_reduced  # type: ignore[method-assign, assignment]
+        for method in (name for name in _ASKED if hasattr(found, name)):
+            setattr(found, method, _asked(getattr(found, method), _ASKED[method]))
+        found.problems = _told(found.problems)  # type: ignore[method-assign, assignment]
+        found.__reduce__, found.__setstate__ = _reduced, _filled  # type: ignore[method-assign, assignment, attr-defined]
     _PLACES[found] = (str(path), digest)
     return found
 
 
-def _unusable(kind: type[Custom]) -> str:
-    """What a class lacks, as a rule; "" if it lacks nothing."""
+def _classes(holder: object, module: str, prefix: str = "") -> Iterator[type]:
+    """The classes that a module defines, and those within them."""
+    for name, value in vars(holder).items():
+        if isinstance(value, type) and (value.__module__, value.__qualname__) == (module, f"{prefix}{name}"):
+            yield value
+            yield from _classes(value, module, f"{prefix}{name}.")
+
+
+def _without_exit(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, whose sys.exit() is a failure like any other: it would end a process, or a thread, without a word."""
+
+    @contextmanager
+    def caught() -> Iterator[None]:
+        try:
+            yield
+        except SystemExit as error:
+            raise RuntimeError(f"{call.__qualname__}() called sys.exit({error.code})") from error
+
+    @wraps(call)
+    def rows(*given: Any, **more: Any) -> Iterator[Any]:
+        with caught():
+            yield from call(*given, **more)
+
+    return rows if isgeneratorfunction(call) else wraps(call)(caught()(call))
+
+
+def _asked(call: Callable[..., Any], wanted: Any) -> Callable[..., Any]:
+    """`call`, a method that raises a ConfigError with class, file and line if it fails or returns something else."""
+
+    @wraps(call)
+    def asked(self: Custom, *given: Any, **more: Any) -> Any:
+        try:
+            result = call(self, *given, **more)
+            parts, kind = ([*result], wanted[0]) if isinstance(wanted, list) else ([result], wanted)
+            if wrong := [type(each).__name__ for each in parts if not isinstance(each, kind)]:
+                raise TypeError(f"it must give {getattr(kind, '__name__', kind)}, and gave {wrong[0]}")
+        except Exception as error:
+            rule = f"must be a class whose {call.__name__}() succeeds: {_described(error, call)}"
+            raise ConfigError([Problem(key=self.source, rule=rule, value=NOT_SET)]) from error
+        return parts if isinstance(wanted, list) else result
+
+    return asked
+
+
+def _told(call: Callable[[Any], Iterator[Problem]]) -> Callable[[Any], Iterator[Problem]]:
+    """`call`, the `problems` of a class, that yields a Problem of the class where its own rules fail."""
+
+    @wraps(call)
+    def told(self: Custom) -> Iterator[Problem]:
+        found = False
+        try:
+            for problem in call(self):
+                found = True
+                yield problem
+        except Exception as error:
+            rule = error.problems[0].rule if isinstance(error, ConfigError) else ""
+            rule = rule or f"must be a class whose rules can be applied: {_described(error, type(self))}"
+            if not found:  # of a value that breaks a rule anything can follow
+                yield Problem(key="", rule=rule, value=self.source)
+
+    return told
+
+
+def _described(error: Exception, part: Any) -> str:
+    """An error with the last line of the user's own, or with the place of the method, or of the class, that fails."""
+    code = getattr(getattr(part, "__wrapped__", part), "__code__", None)
+    place = f"{code.co_filename}:{code.co_firstlineno}" if code else _PLACES.get(part, ("",))[0]
+    return f"{type(error).__name__}: {error}{own_line(traceback.format_exc()) or f' ({place})'}"
+
+
+def _unusable(kind: type[Custom], base: type[Custom]) -> str:
+    """What a class lacks that is to be used as a `base`, as a rule; "" if it lacks nothing."""
     if "__dataclass_fields__" not in vars(kind):
         return "must name a dataclass: write @dataclass(kw_only=True) above it"
-    if lacks := [name for name in dir(kind) if getattr(getattr(kind, name, None), "__isabstractmethod__", False)]:
-        return f"must name a class with a method {lacks[0]}"
+    asked = {name: call for each in kind.__mro__ for name, call in vars(each).items() if _is_abstract(call)}
+    for name, call in asked.items():
+        if _is_abstract(getattr(kind, name)):
+            return f"must name a class with a method {name}"
+        given = signature(call).parameters.values()
+        by_name = [each.name for each in given if each.kind is Parameter.KEYWORD_ONLY]
+        try:
+            signature(getattr(kind, name)).bind(*range(len(given) - len(by_name)), **dict.fromkeys(by_name))
+        except TypeError as error:
+            return f"must name a class with a method {name}{signature(call)}: {error}"
+    taken = {USE, *dir(base)} - {spec.name for spec in fields(base)}
+    if shadowing := [spec.name for spec in fields(kind) if spec.name in taken]:
+        return f"must name a class whose keys have names of their own: {shadowing[0]} means something in every class"
     if bare := [spec.name for spec in fields(kind) if spec.default is MISSING and spec.default_factory is MISSING]:
         return f"must name a class whose fields have defaults: {bare[0]} has none"
     named = {name.split(".")[0] for _, name, _, _ in Formatter().parse(kind.formula) if name is not None}
@@ -74,7 +180,7 @@ def finish(made: Custom) -> str:
     except ConfigError:  # what `problems` yields is reported by itself
         return ""
     except Exception as error:
-        return f"must be a class whose __post_init__ succeeds: {type(error).__name__}: {error}"
+        return f"must be a class whose __post_init__ succeeds: {_described(error, type(made).__post_init__)}"
     return ""
 
 
@@ -98,20 +204,42 @@ def own_choices(config: object) -> Iterator[Custom]:
 
 
 def _reduced(self: Custom) -> tuple[Any, ...]:
-    """How pickle writes an instance: its file and its values, because no module of its name can be imported."""
+    """How pickle writes an instance: its file, because no module of its name can be imported, and then its values,
+    which are read when the file has been run: their types can stand in it, or beside it."""
     values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-    return _restored, (*_PLACES[type(self)], type(self).__name__, self.source, values)
+    return _restored, (*_PLACES[type(self)], type(self).__name__, self.source), values
 
 
-def _restored(path: str, digest: str, name: str, source: str, values: Mapping[str, Any]) -> Custom:
-    if code_digest(path) != digest:
-        where = f"{path} is not as it was when the config was read: it has changed, or this machine has another"
-        raise ValueError(f"{source}: {where}. Start the run again, with the same file on each machine.")
+def _restored(path: str, digest: str, name: str, source: str) -> Custom:
+    _refuse_changed(path, digest, source)
     kind = load_class(f"{path}:{name}", Custom)
     kind.source = source
-    made = object.__new__(kind)
+    return object.__new__(kind)
+
+
+def _filled(self: Custom, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
-        object.__setattr__(made, key, value)
-    if rule := finish(made):
-        raise ValueError(f"{source}: {rule}")
-    return made
+        object.__setattr__(self, key, value)
+    if rule := finish(self):
+        raise ValueError(f"{self.source}: {rule}")
+
+
+def _member_reduced(self: Enum, protocol: int) -> tuple[Any, ...]:
+    """How pickle writes a member of an enumeration in a user's file."""
+    return _member, (*_PLACES[type(self)], type(self).__qualname__, self.value)
+
+
+def _member(path: str, digest: str, name: str, value: object) -> Enum:
+    _refuse_changed(path, digest, name)
+    found: Enum = attrgetter(name)(run_file(Path(path), digest))(value)
+    return found
+
+
+def _refuse_changed(path: str, digest: str, what: str) -> None:
+    if code_digest(path) != digest:
+        where = f"{path} is not as it was when the config was read: it has changed, or this machine has another"
+        raise ValueError(f"{what}: {where}. Start the run again, with the same file on each machine.")
+
+
+def _is_abstract(call: object) -> bool:
+    return getattr(call, "__isabstractmethod__", False) is True

@@ -9,6 +9,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Collection, Mapping
+from contextlib import redirect_stdout
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -152,5 +153,6 @@ def run_file(path: Path, digest: str | None) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
     module = sys.modules[name_of_module] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
-    spec.loader.exec_module(module)
+    with redirect_stdout(sys.stderr):  # stdout is that of the command: a plan, a config, a table
+        spec.loader.exec_module(module)
     return module

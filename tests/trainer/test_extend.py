@@ -19,6 +19,7 @@ from extend_page import MOST_LINES, commands, files, write_files
 from algorithms.config import CorrectionSpec
 from algorithms.objective import objective
 from rollout.config import DynamicCollectConfig
+from rollout.data.data_files import rows_of
 from rollout.processes.custom_class import class_files, own_choices
 from rollout.processes.custom_code import code_digest, own_line
 from trainer.compose.compose import resolve
@@ -220,6 +221,130 @@ REFUSED = {  # R: correction.reject.custom
 }  # fmt: skip
 
 
+FAILING = """
+import sys
+from dataclasses import dataclass, field
+from algorithms.config import Anchor, Bound, Compared, CorrectionSpec, Level, RejectConfig, WeightSpec
+from algorithms.config import CustomCorrection, CustomCriterion
+from algorithms.config.rules import above, ruled
+@dataclass(kw_only=True)
+class Base(CustomCriterion):
+    least: float = 1.0
+    def __call__(self, tokens): ...
+@dataclass(kw_only=True)
+class Correction(CustomCorrection):
+    def spec(self):
+        weight = WeightSpec(level=Level.token, bound=Bound.truncate, high=2.0)
+        return CorrectionSpec(anchor=Anchor.old, compared=Compared.old, weight=weight)
+@dataclass(kw_only=True)
+class Mine(BASE):
+BODY"""
+SPEC = "def spec(self): return CorrectionSpec(anchor=Anchor.old, compared=Compared.old, "
+FAILURES = {
+    "def conflicts(self): yield 'words'": ("Base", "succeeds: TypeError: it must give Problem, and gave str"),
+    "def conflicts(self): return None": ("Base", "conflicts() succeeds: TypeError"),
+    "def conflicts(self): yield 1 / 0": ("Base", "conflicts() succeeds: ZeroDivisionError: division by zero"),
+    "def conflicts(self): yield self.broken('nokey', 'must be good')": ("Base", "no attribute 'nokey'"),
+    "text: str = ruled('x', above(0))": ("Base", "keys have names of their own: text"),
+    "name: str = 'x'": ("Base", "keys have names of their own: name"),
+    "use: float = 1.0": ("Base", "keys have names of their own: use"),
+    "conflicts: bool = False": ("Base", "keys have names of their own: conflicts"),
+    "word: str = ruled('x', above(0))": ("Base", "rules can be applied: TypeError"),
+    "def __post_init__(self): sys.exit(0)": ("Base", "__post_init__() called sys.exit(0)"),
+    "def __call__(self, tokens, more): ...": ("Base", "must name a class with a method __call__(self, tokens"),
+    "def spec(self): sys.exit(0)": ("Correction", "spec() succeeds: RuntimeError: Mine.spec() called sys.exit(0)"),
+    "def spec(self): return None": ("Correction", "spec() succeeds: TypeError: it must give CorrectionSpec"),
+    "def spec(self): return CorrectionSpec()": ("Correction", "spec() succeeds: TypeError"),
+    f"{SPEC}reject=RejectConfig(custom=['sigma.py:TokenSigma']))": ("Correction", "spec() succeeds: AttributeError"),
+    f"{SPEC}reject=RejectConfig(veto=5))": ("Correction", "spec() succeeds: ConfigError: veto must lie in"),
+    f"{SPEC}weight=WeightSpec(level=Level.token, bound=Bound.truncate, high=-1))": (
+        "Correction", "keeps the rules of correction=custom: high must be >= 1"
+    ),
+    f"{SPEC}weight=WeightSpec(level='token', bound=Bound.none))": ("Correction", "level must be one of Level.token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", FAILURES)
+def test_a_class_that_fails_while_the_config_is_read_is_named_with_file_and_line(body: str, here: Path) -> None:
+    base, said = FAILURES[body]
+    (here / "failing.py").write_text(FAILING.replace("BASE", base).replace("BODY", f"    {body}\n"))
+    words, key = ["correction=failing.py:Mine"], "correction"
+    if base == "Base":
+        words, key = ["correction=custom", "correction.reject.custom=[failing.py:Mine]"], "correction.reject.custom[0]"
+    [line] = messages(*words)
+    assert line.startswith(f"{key} must") and said in line and "failing.py" in line, line
+
+
+LEAVES = """
+import sys
+from dataclasses import dataclass
+from rollout.task_config import CustomData
+from trainer.config.outputs import CustomSink
+print("said by a file")
+@dataclass(kw_only=True)
+class Data(CustomData):
+    def rows(self, source):
+        yield {"prompt": "1+1=", "answer": "2"}
+        sys.exit(0)
+@dataclass(kw_only=True)
+class Sink(CustomSink):
+    def start(self, run_dir, config, *, last_step): ...
+    def log(self, step, numbers): sys.exit(0)
+    def close(self, status): ...
+"""
+
+
+def test_a_class_that_ends_its_process_fails_like_any_other(
+    here: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (here / "leaves.py").write_text(LEAVES)
+    data = config_of("data=leaves.py:Data").data
+    with pytest.raises(ValueError, match=r"called sys\.exit\(0\) .*leaves\.py:11"):
+        list(rows_of(data, "train"))  # type: ignore[arg-type]
+    [sink] = config_of("tracking.sinks=[leaves.py:Sink]").tracking.sinks
+    thread = SinkThread(sink, here, {}, last_step=None)
+    thread.put("log", 1, {})
+    assert thread.close("completed") == 1 and "called sys.exit(0)" in caplog.text
+    out, err = capsys.readouterr()
+    assert "said by a file" in err and not out, "stdout is that of the command"
+
+
+KINDS = """
+from dataclasses import dataclass, field
+from enum import Enum
+from algorithms.config import CustomCriterion
+from beside_it import Colour
+class Outer:
+    class Side(Enum):
+        left = "l"
+        right = "r"
+@dataclass(kw_only=True)
+class Mine(CustomCriterion):
+    side: Outer.Side = Outer.Side.left
+    sides: list[Outer.Side] = field(default_factory=list)
+    colour: Colour = Colour.red
+    def __call__(self, tokens): return self.side is Outer.Side.right and self.colour is Colour.blue
+"""
+
+
+def test_enumerations_of_a_file_and_of_modules_beside_it_go_to_other_processes(here: Path) -> None:
+    for directory in ("a", "b"):  # two modules of one name
+        (here / directory).mkdir()
+        (here / directory / "kinds.py").write_text(KINDS)
+        (here / directory / "beside_it.py").write_text("from enum import Enum\nColour = Enum('Colour', 'red blue')\n")
+    own = "correction.reject.custom=[{use: a/kinds.py:Mine, side: right, sides: [left, right], colour: blue}]"
+    config = config_of("correction=custom", own)
+    (here / "config.pickle").write_bytes(pickle.dumps(config))
+    config_of("correction=custom", own.replace("a/", "b/"))
+    (here / "again.pickle").write_bytes(pickle.dumps(config.correction.reject.custom[0].side))  # type: ignore[attr-defined]
+    code = (
+        "import pickle; load = lambda name: pickle.load(open(name, 'rb')); mine = load('config.pickle')"
+        ".correction.reject.custom[0]; print(mine(None), [side.name for side in mine.sides], load('again.pickle'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=here)
+    assert done.stdout == "True ['left', 'right'] Side.right\n", done.stderr
+
+
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_wrong_is_said_before_anything_starts(words: str, here: Path) -> None:
     (here / "bad.py").write_text(BAD)
@@ -241,6 +366,10 @@ def test_a_user_correction_stands_in_a_study_and_in_a_replay(here: Path) -> None
     assert [mode.name for mode in modes] == ["run", "gentle.py:GentleTIS"] and not refused
     spec = modes[1].config.correction.spec()
     assert isinstance(spec, CorrectionSpec) and spec.weight is not None and spec.weight.high == 1.2
+    broken = (here / "gentle.py").read_text().replace("high=self.cap", "high=1 / 0")
+    (here / "gentle.py").write_text(f"{broken}\n    def __post_init__(self) -> None: ...\n")
+    _, [refused] = chosen_modes(config_of(), ["gentle.py:GentleTIS"], optimizer_steps=1, has_old_logprobs=True)
+    assert "spec() succeeds: ZeroDivisionError" in refused.refusal and "gentle.py:" in refused.refusal
 
 
 def test_a_filter_decides_instead_of_correct_or_not(here: Path) -> None:

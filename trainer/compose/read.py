@@ -61,7 +61,7 @@ def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig, lis
         if not found and isinstance(section, Custom) and (rule := finish(section)):
             found.append(Problem(key=name, rule=rule, value=section.source))
     named = {problem.key for problem in found}
-    broken = [problem for problem in (*config.problems(), *_function_problems(config)) if problem.key not in named]
+    broken = [problem for problem in (*_broken(config), *_function_problems(config)) if problem.key not in named]
     return config, found, broken
 
 
@@ -186,6 +186,17 @@ def _own(value: object, base: type[Custom], path: list[str], found: list[Problem
     if len(found) == before and (rule := finish(made)):
         found.append(Problem(key=key, rule=rule, value=choice[0]))
     return made
+
+
+def _broken(config: TrainConfig) -> Iterator[Problem]:
+    """Yield every broken rule; a class of the user's own that fails where it is asked ends them."""
+    told = False
+    try:
+        for problem in config.problems():
+            told = True
+            yield problem
+    except ConfigError as error:
+        yield from () if told else error.problems
 
 
 def _function_problems(config: TrainConfig) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from algorithms.config import (
 )
 from algorithms.config.spec import CorrectionSpec
 from rollout.processes.custom_class import load_class
-from rollout.processes.custom_code import is_custom, similar_custom
+from rollout.processes.custom_code import is_custom, own_line, similar_custom
 from trainer.compose.keys import nearest
 from trainer.config.train import TrainConfig
 
@@ -101,15 +102,19 @@ def chosen_modes(
     """
     modes: list[Mode] = []
     refused: list[RefusedMode] = []
-    own = {name: load_class(name, OWN)() for name in names if is_custom(name)}
-    for name, correction in {RUN: config.correction, **MODES, **PRESETS, **own}.items():
+    own = {name: None for name in names if is_custom(name)}
+    for name, known in {RUN: config.correction, **MODES, **PRESETS, **own}.items():
         if name != RUN and name not in names:
             continue
         refusal = ""
+        correction = known or config.correction
         try:
+            correction = known or load_class(name, OWN)()
             of_mode = replace(config, correction=correction)
         except ConfigError as error:
             refusal = " ".join(str(problem) for problem in error.problems)
+        except Exception as error:  # of a __post_init__
+            refusal = f"{type(error).__name__}: {error}{own_line(traceback.format_exc())}"
         if not refusal and optimizer_steps > 1 and correction.needs_old_logprobs and not has_old_logprobs:
             refusal = (
                 f"it needs pi_old of every token, and with correction={config.correction.mode} the run had it for the "
