@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import ClassVar, Final
 
 from algorithms.config.custom import Custom
 from algorithms.config.rejection import RejectConfig
-from algorithms.config.rules import NOT_SET, Checked, Problem, Rule, as_yaml, ruled
+from algorithms.config.rules import NOT_SET, Checked, ConfigError, Problem, Rule, as_yaml, ruled
 from algorithms.config.spec import (
     Anchor,
     Bound,
@@ -296,6 +296,19 @@ class CustomCorrection(CorrectionConfig, Custom):
     def spec(self) -> CorrectionSpec:
         """The full specification of the correction."""
         raise NotImplementedError
+
+    def problems(self) -> Iterator[Problem]:
+        yield from CorrectionConfig.problems(self)
+        spec = self.spec()
+        parts = {part.name: getattr(spec, part.name) for part in fields(spec) if part.name != "weight"}
+        parts |= {part.name: getattr(spec.weight, part.name) for part in fields(spec.weight)} if spec.weight else {}
+        try:
+            CustomConfig(**parts)
+        except ConfigError as error:
+            for found in error.problems:
+                rule = f"must have a spec() that keeps the rules of correction=custom: {found.key} {found.rule}"
+                rule += "" if found.value is NOT_SET else f" (it is {as_yaml(found.value)})"
+                yield Problem(key="", rule=rule, value=self.source, remedy=found.remedy)
 
 
 def _interval_problems(low: float | None, high: float) -> Iterator[Problem]:
