@@ -22,6 +22,8 @@ from rollout.config import DynamicCollectConfig
 from rollout.data.data_files import rows_of
 from rollout.processes.custom_class import class_files, own_choices
 from rollout.processes.custom_code import code_digest, own_line
+from trainer.cli.evaluate import UNREAD
+from trainer.cli.export import NOT_EXPORTED
 from trainer.compose.compose import resolve
 from trainer.config.outputs import CustomSink
 from trainer.replay.modes import chosen_modes, name_problems
@@ -30,6 +32,7 @@ from trainer.rundir.resume import changed_keys, flat_config
 from trainer.study.config import StudyConfig
 from trainer.tracking import sink_thread
 from trainer.tracking.sink_thread import SinkThread
+from trainer.tracking.tracker import Tracker
 
 ALL = (
     *("correction=custom", "correction.level=ctpo.py:HalfPrefix", "correction.bound={use: ctpo.py:GrowingCap, scale: 2}"),  # noqa: E501
@@ -377,6 +380,31 @@ def test_a_filter_decides_instead_of_correct_or_not(here: Path) -> None:
     assert isinstance(config.collect, DynamicCollectConfig) and config.collect.filter is not None
     assert config.collect.filter.low == 0.3  # type: ignore[attr-defined]
     assert config_of("collect.filter=null", name="arithmetic_dapo").collect.filter is None  # type: ignore[attr-defined]
+
+
+def test_a_run_whose_files_are_gone_is_exported_and_evaluated_without_them(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(*ALL, "run.dir=run", "rollout=torch")
+    with Tracker(config, run_dir=here / "run") as tracker:
+        tracker.log(1, {})
+    recorded = here / "run" / "config.yaml"
+    assert not resolve(recorded, [], own_dir=None, multirun=False).problems
+    (here / "maxrl.py").write_text((here / "maxrl.py").read_text().replace("floor", "least"))
+    for name in ("anchored", "sigma", "entropy", "huber"):
+        (here / f"{name}.py").unlink()
+    lines = [str(problem) for problem in resolve(recorded, [], own_dir=None, multirun=False).problems]
+    assert any(line.startswith(f"{here / 'maxrl.py'} has changed since") for line in lines), lines
+    assert any(line.startswith(f"{here / 'sigma.py'} is gone") for line in lines) and "Did you mean" not in str(lines)
+    for unneeded in (NOT_EXPORTED, UNREAD):
+        found = resolve(recorded, [], own_dir=None, multirun=False, unneeded=unneeded)
+        [again] = [run.config for run in found.runs]
+        assert not found.problems and again is not None and again.model == config.model
+        assert not list(own_choices(again)), "no file of the user's own is run"
+    named = resolve(recorded, ["loss=gone.py:Loss"], own_dir=None, multirun=False, unneeded=UNREAD)
+    assert not named.problems
+    refused = resolve(recorded, ["data=gone.py:Data"], own_dir=None, multirun=False, unneeded=UNREAD).problems
+    assert "must name an existing file" in " ".join(map(str, refused)), "an evaluation needs its data"
 
 
 @dataclass(kw_only=True)

@@ -25,6 +25,7 @@ from trainer.study.grid import Cell, Study, compose_study
 from trainer.study.results import CellRecord, Stage, make_way, stage_of, study_problems
 from trainer.study.run import command_line, last_words, parallel_problems, run_cells
 from trainer.text.plain import duration
+from trainer.tracking.tracker import Tracker
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORDS = ("rollout=torch", "run.num_steps=3", "tracking.wandb=disabled")
@@ -392,6 +393,20 @@ def test_a_directory_with_runs_of_another_config_is_refused(small: Study, tmp_pa
     other = grid_of("schedule=one_step_off", modes=["tis"], precisions=["int8"], seeds=[0])
     [problem] = study_problems(tmp_path, other.cells)
     assert "(schedule sync -> one_step_off" in str(problem), "an option without keys of its own is told"
+
+
+def test_runs_of_other_code_are_not_mixed(small: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine, study_dir = tmp_path / "mine.py", tmp_path / "study"
+    mine.write_text("def score(response): return 1.0\n")
+    [cell] = grid_of("reward.function=mine.py:score", modes=["tis"], precisions=["int8"], seeds=[0]).cells
+    with Tracker(cell.config, run_dir=study_dir / cell.name) as tracker:
+        tracker.log(1, {})
+    (study_dir / "study.json").write_text("{}")
+    assert study_problems(study_dir, [cell]) == []
+    mine.write_text("def score(response): return 0.0\n")
+    [problem] = study_problems(study_dir, [cell])
+    assert "holds runs of other code" in str(problem) and f"{mine} has changed since" in str(problem)
 
 
 def test_one_study_at_a_time_in_a_directory(

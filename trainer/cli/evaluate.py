@@ -40,6 +40,8 @@ TRAINING = (
     "reference", "schedule",
 )  # fmt: skip
 """Sections that say how a run trains."""
+UNREAD = ("advantage", "batch", "collect.filter", "correction", "critic", "guard", "loss", "reference", "tracking")
+"""Keys of which an evaluation reads no value: the files of their classes may be gone."""
 
 
 def run_eval(words: Sequence[str]) -> int:
@@ -52,7 +54,8 @@ def run_eval(words: Sequence[str]) -> int:
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(recipe, Problem):
         return report([recipe, *problems], command=NAME)
-    resolution = _set_apart(resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=False))
+    resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=False, unneeded=UNREAD)
+    resolution = _set_apart(resolution)
     problems += [*resolution.problems, *start_problems(resolution, trains=False)]
     [run] = resolution.runs
     if run.config is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from algorithms.config import NOT_SET, Problem
@@ -11,13 +12,15 @@ from trainer.cli.parsers import ADAPTER, BEST, PARSERS
 from trainer.compose.compose import resolve
 from trainer.compose.outcome import DONE, FAILED, refuse, report
 from trainer.config.outputs import CHECKPOINTS
+from trainer.config.train import TrainConfig
 from trainer.rundir.checkpoint import CheckpointError, checkpoint_at, chosen_checkpoint
 from trainer.rundir.resume import lora_of
 from trainer.rundir.run_dir import CONFIG_FILE, StartError, runs_inside, unusable_problem
 from trainer.text.plain import to_stderr, to_stdout
 
 NAME = "parity export"
-NOT_EXPORTED = ("data", "reward", "episode", "eval.sets")
+EXPORTED = ("run", "model", "sampling", "policy", "checkpoint", "eval")
+NOT_EXPORTED = (*(spec.name for spec in fields(TrainConfig) if spec.name not in EXPORTED), "eval.sets")
 """Sections that an export does not read: their files may be gone, or lie beside another directory."""
 
 

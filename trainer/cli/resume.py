@@ -30,6 +30,7 @@ from trainer.rundir.run_dir import (
     last_start_place,
     logged_step,
     runs_inside,
+    with_changed_files,
 )
 from trainer.text.redact import REDACTED
 from trainer.text.yaml_text import load_yaml
@@ -109,6 +110,7 @@ def resolve_start(
     problems = [*resolution.problems, *start_problems(resolution)]
     if shown_as is not None:
         named = [replace(problem, key=problem.key.replace(str(recipe), str(shown_as))) for problem in problems]
+        named = with_changed_files(named, shown_as.parent) if resolution.problems else named
         problems = [_with_place(problem, last_start_place(shown_as.parent)) for problem in named]
     return resolution, problems
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from algorithms.config import Custom
+from algorithms.config import Checked, Custom
 from algorithms.config.custom import USE, written
 from algorithms.config.home import from_home
 from rollout.processes.custom_class import load_class
@@ -72,6 +72,23 @@ def own_choice(value: object) -> tuple[str, dict[str, object]] | None:
     if isinstance(value, dict) and isinstance(value.get(USE), str):
         return value[USE], {key: inner for key, inner in value.items() if key != USE}
     return None
+
+
+def without_choices(node: Any, kind: type, key: str, unneeded: tuple[str, ...]) -> None:
+    """Put the default where the mapping `node` of a `kind`, at `key`, names a class of the user's own that is below one
+    of the keys `unneeded`."""
+    hints = get_type_hints(kind)
+    present = (
+        set(map(str, node)) if isinstance(node, DictConfig) and not (node._is_none() or node._is_missing()) else set()
+    )
+    for name in [spec.name for spec in fields(kind) if spec.name in present]:
+        value, hint = node._get_node(name), hints[name]
+        if isinstance(hint, type) and issubclass(hint, Checked):
+            without_choices(value, hint, f"{key}{name}.", unneeded)
+        elif custom_kind(hint) and value is not None and f"{key}{name}".startswith(unneeded):
+            given = OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value._value()
+            if own_choice(given) or isinstance(given, list):
+                node[name] = plain(kind)[name]
 
 
 @cache

@@ -27,7 +27,7 @@ from algorithms.config import NOT_SET, Problem
 from rollout.config import EngineConfig
 from rollout.processes.custom_code import is_custom, similar_custom
 from trainer.compose.catalog import recipe_files, recipe_name
-from trainer.compose.choices import own_class
+from trainer.compose.choices import own_class, plain, without_choices
 from trainer.compose.home import expand_homes
 from trainer.compose.hydra_session import SCHEMA, add_option, hydra_session
 from trainer.compose.keys import field_names, nearest
@@ -37,6 +37,7 @@ from trainer.compose.renamed import CHOICES
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 from trainer.config.train import CUSTOM, GROUPS, PRESETS, TrainConfig
 from trainer.config.training import ModelConfig, RunConfig
+from trainer.rundir.run_dir import CONFIG_FILE, with_changed_files
 from trainer.text.yaml_text import load_yaml
 
 HYDRA_OPTIONS = ("basic", "default")
@@ -89,15 +90,21 @@ class Resolution:
 def resolve(
     recipe: Path, words: Sequence[str], *, own_dir: Path | None, multirun: bool, unneeded: tuple[str, ...] = ()
 ) -> Resolution:
-    """Compose and check every run of `parity train <recipe> <words>`, but the values of keys that begin with one of
-    `unneeded`; `own_dir` is the user's --config-dir."""
+    """Compose and check every run of `parity train <recipe> <words>`; `own_dir` is the user's --config-dir.
+
+    Of keys that begin with one of `unneeded` neither values are checked nor files of the user's own read: others stand
+    for their classes.
+    """
     with hydra_session(recipe, own_dir) as loader:
         overrides, unreadable = parse(words, loader=loader, multirun=multirun)
         runs = tuple(
             _compose_run(recipe, combination, loader=loader, multirun=multirun, unneeded=unneeded)
             for combination in expand(overrides)
         )
-    return Resolution(runs=runs, multirun=multirun, problems=(*unreadable, *_together(runs)))
+    problems = [*unreadable, *_together(runs)]
+    if recipe.name == CONFIG_FILE:
+        problems = with_changed_files(problems, recipe.parent)
+    return Resolution(runs=runs, multirun=multirun, problems=tuple(problems))
 
 
 def _compose_run(
@@ -110,12 +117,14 @@ def _compose_run(
     defaults: list[ResultDefault] = []
     files: list[YamlFile] = []
     try:
-        root, defaults, files = _compose(recipe, overrides, loader=loader, found=problems)
+        root, defaults, files = _compose(recipe, overrides, loader=loader, found=problems, unneeded=unneeded)
     except Exception as error:  # Invalid YAML, a cycle: Hydra lets errors of other packages through.
         problems.append(_not_composed(error, recipe))
     config, tree, model, output_dir, has_default_dir, chosen = None, None, None, None, False, _chosen(defaults)
     if root is not None:
         _drop_replaced(root, chosen, overrides, files)
+        for name, kind in (get_type_hints(TrainConfig) | chosen).items() if unneeded else ():
+            without_choices(root.get(name, None), kind, f"{name}.", unneeded)
         without_home = expand_homes(root, get_type_hints(TrainConfig) | chosen)
         config, unreadable, broken = build_config(root, chosen)
         unreadable += without_home
@@ -148,7 +157,12 @@ def _compose_run(
 
 
 def _compose(
-    recipe: Path, overrides: Sequence[Override], *, loader: ConfigLoader, found: list[Problem]
+    recipe: Path,
+    overrides: Sequence[Override],
+    *,
+    loader: ConfigLoader,
+    found: list[Problem],
+    unneeded: tuple[str, ...],
 ) -> tuple[DictConfig | None, list[ResultDefault], list[YamlFile]]:
     """Compose the recipe -> (tree, entries of the defaults list, their files); the tree is None where `found` says why.
 
@@ -165,13 +179,21 @@ def _compose(
         found.append(_of_defaults(recipe, shown))
         return None, [], []
     choices: dict[str, str] = {}
+    aside: list[str] = []
+
+    def other(group: str, value: object, options: Sequence[str], where: str) -> str:
+        if group not in unneeded or not is_custom(str(value)):
+            return _other_option(group, value, options, where, found)
+        aside.append(group)
+        return f"{group}={[*GROUPS[group]][-1]}"  # the last one asks for nothing beside it
+
     for override in overrides:
         group, value = override.key_or_group, override.value()
         if group in GROUPS:
             options = loader.get_group_options(group)
             choices[group] = lenient(override)
             if not override.is_delete() and value not in options:
-                choices[group] = _other_option(group, value, options, "", found) or choices[group]
+                choices[group] = other(group, value, options, "") or choices[group]
     while True:
         try:
             defaults = loader.compute_defaults_list(recipe.stem, list(choices.values()), RunMode.RUN).defaults
@@ -180,8 +202,8 @@ def _compose(
             group, _, value = (error.missing_cfg_file or "").partition("/")
             if group not in GROUPS or group in choices:
                 raise
-            if other := _other_option(group, value, error.options or [], f"{recipe}: ", found):
-                choices[group] = other
+            if replacing := other(group, value, error.options or [], f"{recipe}: "):
+                choices[group] = replacing
     order = [default.config_path for default in defaults]
     if SCHEMA not in order or MAIN_CONFIG not in order or order.index(recipe.stem) < order.index(MAIN_CONFIG):
         found.append(_of_defaults(recipe, shown))
@@ -193,7 +215,10 @@ def _compose(
         return None, list(defaults), files
     values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
     words = [*choices.values(), *values, recipe_override(recipe_name(recipe))]
-    return compose(recipe.stem, overrides=words, return_hydra_config=True), list(defaults), files
+    root = compose(recipe.stem, overrides=words, return_hydra_config=True)
+    for group in aside:
+        root[group] = plain([*GROUPS[group].values()][-1])
+    return root, list(defaults), files
 
 
 def _of_defaults(recipe: Path, shown: object) -> Problem:

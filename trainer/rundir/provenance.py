@@ -22,6 +22,8 @@ from typing import cast
 import psutil
 import yaml
 
+from rollout.processes.custom_class import class_files
+from rollout.processes.custom_code import code_digest, is_custom
 from trainer.config.paths import MAIN_CONFIG
 from trainer.config.train import GROUPS, TrainConfig, option_name
 from trainer.text.redact import redact, redact_argv
@@ -61,6 +63,14 @@ def config_document(config: TrainConfig) -> str:
         "# Run it again: parity train <this file>; go on with it: parity resume <this directory>.\n"
     )
     return header + str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120))
+
+
+def user_files(config: TrainConfig) -> dict[str, str]:
+    """Path of each file of the user's own that the config names, and of what this process imported beside the file of a
+    class -> its digest."""
+    functions = [name for name in (config.reward.function, config.episode.function) if name and is_custom(name)]
+    paths = [str(Path(name.rpartition(":")[0]).resolve()) for name in functions]
+    return {path: digest for path in paths if (digest := code_digest(path))} | class_files(config)
 
 
 def environment_record(argv: Sequence[str]) -> dict[str, object]:

@@ -9,12 +9,14 @@ import os
 import re
 import secrets
 import tempfile
+from dataclasses import replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from algorithms.config import Problem
+from algorithms.config import NOT_SET, Problem
+from rollout.processes.custom_code import code_digest
 from trainer.config.outputs import CHECKPOINTS, DUMPS
 from trainer.config.training import Resume
 from trainer.rundir.rows import read_rows
@@ -24,6 +26,8 @@ LOCK_FILE = ".lock"
 ENVIRONMENT_FILE = "environment.json"
 STATUS_FILE = "status.json"
 CONFIG_FILE = "config.yaml"
+USER_FILES = "user_files"
+"""Key of environment.json: path of each file of the user's own -> its digest."""
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 HISTOGRAMS_FILE = "histograms.jsonl"
@@ -114,19 +118,42 @@ def runs_inside(directory: Path) -> str:
 
 def first_start(directory: Path) -> str | None:
     """When the first process of the run in `directory` began, as environment.json says; None if it does not say it."""
-    return _recorded(directory, "first_started_at") or _recorded(directory, "started_at")
+    began = _recorded(directory, "first_started_at") or _recorded(directory, "started_at")
+    return None if began is None else str(began)
 
 
 def last_start_place(directory: Path) -> Path | None:
     """Working directory of the last process of the run in `directory`: relative paths of its config begin there."""
     place = _recorded(directory, "working_directory")
-    return None if place is None else Path(place)
+    return None if place is None else Path(str(place))
 
 
-def _recorded(directory: Path, key: str) -> str | None:
-    """A text of environment.json; None if the file does not have it."""
+def changed_files(directory: Path) -> dict[str, str]:
+    """Each file of the user's own that the last process of the run in `directory` ran, and that is not as it was then
+    -> "has changed" or "is gone"."""
+    files = _recorded(directory, USER_FILES)
+    now = {path: code_digest(path) for path in files} if isinstance(files, dict) else {}
+    return {path: "has changed" if digest else "is gone" for path, digest in now.items() if digest != files[path]}
+
+
+def with_changed_files(problems: list[Problem], directory: Path) -> list[Problem]:
+    """The `problems` of the config of the run in `directory`, if there are any, behind those of `changed_files`."""
+    changed = changed_files(directory) if problems else {}
+    remedy = "Bring it back as it was."
+    found = [
+        Problem(key=path, rule=f"{how} since the last process of {directory} ran it", value=NOT_SET, remedy=remedy)
+        for path, how in changed.items()
+    ]
+    for problem in problems:  # what lies beside a file that is gone was not meant
+        named = Path(str(problem.value).rpartition(":")[0]).absolute()
+        found.append(replace(problem, remedy="") if str(named) in changed else problem)
+    return found
+
+
+def _recorded(directory: Path, key: str) -> Any:
+    """A value of environment.json; None if the file does not have it."""
     try:
-        return str(json.loads((directory / ENVIRONMENT_FILE).read_text(encoding="utf-8"))[key])
+        return json.loads((directory / ENVIRONMENT_FILE).read_text(encoding="utf-8"))[key]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 

@@ -21,7 +21,7 @@ from trainer.report.sections import SECTIONS
 from trainer.report.spec import Chart
 from trainer.rundir.provenance import config_document
 from trainer.rundir.rows import read_rows
-from trainer.rundir.run_dir import CONFIG_FILE, METRICS_FILE, completed_steps, has_checkpoint, is_run
+from trainer.rundir.run_dir import CONFIG_FILE, METRICS_FILE, changed_files, completed_steps, has_checkpoint, is_run
 from trainer.study.grid import Cell, Study
 from trainer.text.yaml_text import load_yaml
 
@@ -96,6 +96,11 @@ def study_problems(study_dir: Path, cells: Sequence[Cell]) -> list[Problem]:
     if not (study_dir / STUDY_FILE).is_file():
         rule = f"must be absent, empty, or the directory of a study, with its {STUDY_FILE}"
         return [Problem(key="study.dir", rule=rule, value=str(study_dir), remedy="Leave it out, or name another.")]
+    runs = [(study_dir / cell.name, changed_files(study_dir / cell.name)) for cell in cells]
+    if files := {path: f"{path} {how} since {run} ran it" for run, found in runs for path, how in found.items()}:
+        rule = f"holds runs of other code: {'; '.join(files.values())}"
+        remedy = "Bring back what was there, or name another directory."
+        return [Problem(key="study.dir", rule=rule, value=str(study_dir), remedy=remedy)]
     differing = {cell.name: changed for cell in cells if (changed := _changes(study_dir, cell))}
     if not differing:
         return []

@@ -38,7 +38,7 @@ from trainer.config.training import Resume
 from trainer.ending.termination import RunTerminated, StoppedByGuard
 from trainer.rundir.checkpoint import RunState, set_later_aside
 from trainer.rundir.events import Event, Severity, events_of_row
-from trainer.rundir.provenance import config_document, config_record, environment_record, group_choices
+from trainer.rundir.provenance import config_document, config_record, environment_record, group_choices, user_files
 from trainer.rundir.rows import DAMAGED_SUFFIX, forget_after
 from trainer.rundir.run_dir import (
     CONFIG_FILE,
@@ -49,6 +49,7 @@ from trainer.rundir.run_dir import (
     ROW_FILES,
     SAMPLES_FILE,
     STATUS_FILE,
+    USER_FILES,
     RunStatus,
     first_start,
     keep_config,
@@ -152,6 +153,7 @@ class Tracker:
         environment = environment_record(sys.argv)
         if (first := first_start(self._run_dir)) is not None:
             environment = {"first_started_at": first} | environment
+        environment[USER_FILES] = user_files(self._config)
         write_whole(self._run_dir / CONFIG_FILE, config_document(self._config))
         write_whole(self._run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
         for name in ROW_FILES:
