@@ -47,7 +47,10 @@ class Custom(Checked):
         """What a call of the instance returns. Raises ValueError, with the name, if the call writes into what it is
         given: metrics and loss read the same tensors."""
         before = list(_versions((*given, *more.values())))
-        result = self(*given, **more)  # type: ignore[operator]  # the kinds declare it
+        try:
+            result = self(*given, **more)  # type: ignore[operator]  # the kinds declare it
+        except SystemExit as error:  # it would end a process without a word
+            raise RuntimeError(f"{self.source or self.name} called sys.exit({error.code})") from error
         if list(_versions((*given, *more.values()))) != before:
             way = "use operations without a trailing _, or a clone()"
             raise ValueError(f"{self.source or self.name} must not change the tensors that it gets: {way}")

@@ -282,7 +282,7 @@ class Collector:
         if not isinstance(self._collect, DynamicCollectConfig):
             return None
         if self._collect.filter is not None:
-            return None if self._collect.filter(scored) else DropReason.filtered
+            return None if self._collect.filter.answer(scored) else DropReason.filtered
         return DropReason.zero_variance if is_zero_variance(scored) else None
 
     def _next(self) -> PendingGroup | None:

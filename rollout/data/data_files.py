@@ -146,7 +146,7 @@ def rows_of(config: FileDataConfig, source: str) -> Iterator[RawRow]:
             if not isinstance(row, Mapping):
                 raise TypeError(f"row {number} is no mapping of columns to values, but {type(row).__name__}")
             yield RawRow(number, dict(row))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = own_line(traceback.format_exc())
         raise ValueError(f"{where}: {type(error).__name__}: {error}{line}") from error
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import wraps
-from inspect import Parameter, isfunction, isgeneratorfunction, signature
+from inspect import Parameter, signature
 from operator import attrgetter
 from pathlib import Path
 from string import Formatter
@@ -25,14 +24,16 @@ Kind = TypeVar("Kind", bound=Custom)
 _PLACES: dict[type, tuple[str, str]] = {}
 """Class of a file that was run -> absolute path of the file, and the digest of it."""
 _ASKED: Mapping[str, Any] = {
+    "problems": [Problem],
     "conflicts": [Problem],
     "use_problems": [Problem],
     "source_problem": Problem | None,
     "notes": [str],
     "spec": CorrectionSpec,
     "text": str,
+    "readings": [tuple],
 }
-"""Method that is called where a config is read and shown -> the type of its result; in brackets, that of each part."""
+"""Method that is called beside computing -> the type of its result; in brackets, that of each part."""
 
 
 def load_class(choice: str, kind: type[Kind]) -> type[Kind]:
@@ -62,14 +63,10 @@ def load_class(choice: str, kind: type[Kind]) -> type[Kind]:
     if vars(found).get("__reduce__") is not _reduced:
         for part in {found, *_classes(module, module.__name__)} - set(_PLACES):
             _PLACES[part] = (str(path), digest)
-            for method, call in list(vars(part).items()) if issubclass(part, Custom) else ():
-                if isfunction(call):
-                    setattr(part, method, _without_exit(call))
             if issubclass(part, Enum):
                 part.__reduce_ex__ = _member_reduced  # type: ignore[method-assign, assignment]
         for method in (name for name in _ASKED if hasattr(found, name)):
             setattr(found, method, _asked(getattr(found, method), _ASKED[method]))
-        found.problems = _told(found.problems)  # type: ignore[method-assign, assignment]
         found.__reduce__, found.__setstate__ = _reduced, _filled  # type: ignore[method-assign, assignment, attr-defined]
     _PLACES[found] = (str(path), digest)
     return found
@@ -83,66 +80,34 @@ def _classes(holder: object, module: str, prefix: str = "") -> Iterator[type]:
             yield from _classes(value, module, f"{prefix}{name}.")
 
 
-def _without_exit(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, whose sys.exit() is a failure like any other: it would end a process, or a thread, without a word."""
-
-    @contextmanager
-    def caught() -> Iterator[None]:
-        try:
-            yield
-        except SystemExit as error:
-            raise RuntimeError(f"{call.__qualname__}() called sys.exit({error.code})") from error
-
-    @wraps(call)
-    def rows(*given: Any, **more: Any) -> Iterator[Any]:
-        with caught():
-            yield from call(*given, **more)
-
-    return rows if isgeneratorfunction(call) else wraps(call)(caught()(call))
-
-
 def _asked(call: Callable[..., Any], wanted: Any) -> Callable[..., Any]:
     """`call`, a method that raises a ConfigError with class, file and line if it fails or returns something else."""
+    kind, is_many = (wanted[0], True) if isinstance(wanted, list) else (wanted, False)
 
     @wraps(call)
     def asked(self: Custom, *given: Any, **more: Any) -> Any:
+        parts: list[Any] = []
         try:
             result = call(self, *given, **more)
-            parts, kind = ([*result], wanted[0]) if isinstance(wanted, list) else ([result], wanted)
-            if wrong := [type(each).__name__ for each in parts if not isinstance(each, kind)]:
-                raise TypeError(f"it must give {getattr(kind, '__name__', kind)}, and gave {wrong[0]}")
-        except Exception as error:
-            rule = f"must be a class whose {call.__name__}() succeeds: {_described(error, call)}"
+            for part in result if is_many else [result]:
+                if not isinstance(part, kind):
+                    raise TypeError(f"it must give {getattr(kind, '__name__', kind)}, and gave {type(part).__name__}")
+                parts.append(part)
+        except (Exception, SystemExit) as error:
+            if parts and kind is Problem:  # of a value that breaks a rule anything can follow
+                return parts
+            if isinstance(error, ConfigError) and error.problems[0].key == self.source:
+                raise
+            rule = f"must be a class whose {call.__name__}() succeeds: {_described(self, error)}"
             raise ConfigError([Problem(key=self.source, rule=rule, value=NOT_SET)]) from error
-        return parts if isinstance(wanted, list) else result
+        return parts if is_many else result
 
     return asked
 
 
-def _told(call: Callable[[Any], Iterator[Problem]]) -> Callable[[Any], Iterator[Problem]]:
-    """`call`, the `problems` of a class, that yields a Problem of the class where its own rules fail."""
-
-    @wraps(call)
-    def told(self: Custom) -> Iterator[Problem]:
-        found = False
-        try:
-            for problem in call(self):
-                found = True
-                yield problem
-        except Exception as error:
-            rule = error.problems[0].rule if isinstance(error, ConfigError) else ""
-            rule = rule or f"must be a class whose rules can be applied: {_described(error, type(self))}"
-            if not found:  # of a value that breaks a rule anything can follow
-                yield Problem(key="", rule=rule, value=self.source)
-
-    return told
-
-
-def _described(error: Exception, part: Any) -> str:
-    """An error with the last line of the user's own, or with the place of the method, or of the class, that fails."""
-    code = getattr(getattr(part, "__wrapped__", part), "__code__", None)
-    place = f"{code.co_filename}:{code.co_firstlineno}" if code else _PLACES.get(part, ("",))[0]
-    return f"{type(error).__name__}: {error}{own_line(traceback.format_exc()) or f' ({place})'}"
+def _described(made: Custom, error: BaseException) -> str:
+    """An error of a class with the last line of the user's own, or with the file of the class."""
+    return f"{type(error).__name__}: {error}{own_line(traceback.format_exc()) or f' ({_PLACES[type(made)][0]})'}"
 
 
 def _unusable(kind: type[Custom], base: type[Custom]) -> str:
@@ -179,8 +144,8 @@ def finish(made: Custom) -> str:
         made.__post_init__()
     except ConfigError:  # what `problems` yields is reported by itself
         return ""
-    except Exception as error:
-        return f"must be a class whose __post_init__ succeeds: {_described(error, type(made).__post_init__)}"
+    except (Exception, SystemExit) as error:
+        return f"must be a class whose __post_init__ succeeds: {_described(made, error)}"
     return ""
 
 

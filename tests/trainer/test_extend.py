@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from compose_cases import config_of, messages, own_recipe
@@ -20,15 +22,21 @@ from algorithms.config import CorrectionSpec
 from algorithms.objective import objective
 from rollout.config import DynamicCollectConfig
 from rollout.data.data_files import rows_of
+from rollout.data.dataset import PromptStream
 from rollout.processes.custom_class import class_files, own_choices
 from rollout.processes.custom_code import code_digest, own_line
+from rollout.types import Prompt
 from trainer.cli.evaluate import UNREAD
 from trainer.cli.export import NOT_EXPORTED
 from trainer.compose.compose import resolve
 from trainer.config.outputs import CustomSink
 from trainer.replay.modes import chosen_modes, name_problems
+from trainer.run.guard import build_guard
+from trainer.run.task import Task, prompt_stream
+from trainer.rundir.checkpoint import RunState
 from trainer.rundir.provenance import config_document
 from trainer.rundir.resume import changed_keys, flat_config
+from trainer.rundir.run_dir import StartError
 from trainer.study.config import StudyConfig
 from trainer.tracking import sink_thread
 from trainer.tracking.sink_thread import SinkThread
@@ -203,6 +211,7 @@ REFUSED = {  # R: correction.reject.custom
     "R=[{use: sigma.py:TokenSigma, bound: much}]": ("R[0].bound", "must be a number"),
     "R=[sigma.py:TokenSigma, sigma.py:TokenSigma]": ("R", "mismatch/rs/TokenSigma_frac of TokenSigma is there twice"),
     "R=sigma.py:TokenSigma": ("R", "must be a list"),
+    "R=[sigma.py]": ("R[0]", "Did you mean sigma.py:TokenSigma?"),
     "R=[veto]": ("R[0]", "CustomCriterion of yours"),
     "R=[huber.py:Huber]": ("R[0]", "must name a subclass of CustomCriterion"),
     "R=[sigma.py:Sigma]": ("R[0]", "which has TokenSigma"),
@@ -252,10 +261,10 @@ FAILURES = {
     "name: str = 'x'": ("Base", "keys have names of their own: name"),
     "use: float = 1.0": ("Base", "keys have names of their own: use"),
     "conflicts: bool = False": ("Base", "keys have names of their own: conflicts"),
-    "word: str = ruled('x', above(0))": ("Base", "rules can be applied: TypeError"),
-    "def __post_init__(self): sys.exit(0)": ("Base", "__post_init__() called sys.exit(0)"),
+    "word: str = ruled('x', above(0))": ("Base", "problems() succeeds: TypeError"),
+    "def __post_init__(self): sys.exit(0)": ("Base", "__post_init__ succeeds: SystemExit: 0"),
     "def __call__(self, tokens, more): ...": ("Base", "must name a class with a method __call__(self, tokens"),
-    "def spec(self): sys.exit(0)": ("Correction", "spec() succeeds: RuntimeError: Mine.spec() called sys.exit(0)"),
+    "def spec(self): sys.exit(0)": ("Correction", "spec() succeeds: SystemExit: 0"),
     "def spec(self): return None": ("Correction", "spec() succeeds: TypeError: it must give CorrectionSpec"),
     "def spec(self): return CorrectionSpec()": ("Correction", "spec() succeeds: TypeError"),
     f"{SPEC}reject=RejectConfig(custom=['sigma.py:TokenSigma']))": ("Correction", "spec() succeeds: AttributeError"),
@@ -271,11 +280,9 @@ FAILURES = {
 def test_a_class_that_fails_while_the_config_is_read_is_named_with_file_and_line(body: str, here: Path) -> None:
     base, said = FAILURES[body]
     (here / "failing.py").write_text(FAILING.replace("BASE", base).replace("BODY", f"    {body}\n"))
-    words, key = ["correction=failing.py:Mine"], "correction"
-    if base == "Base":
-        words, key = ["correction=custom", "correction.reject.custom=[failing.py:Mine]"], "correction.reject.custom[0]"
-    [line] = messages(*words)
-    assert line.startswith(f"{key} must") and said in line and "failing.py" in line, line
+    words = ["correction=custom", "correction.reject.custom=[failing.py:Mine]"]
+    [line] = messages(*(words if base == "Base" else ["correction=failing.py:Mine"]))
+    assert line.startswith(("correction", "failing.py:Mine must")) and said in line and "failing.py" in line, line
 
 
 LEAVES = """
@@ -302,14 +309,35 @@ def test_a_class_that_ends_its_process_fails_like_any_other(
 ) -> None:
     (here / "leaves.py").write_text(LEAVES)
     data = config_of("data=leaves.py:Data").data
-    with pytest.raises(ValueError, match=r"called sys\.exit\(0\) .*leaves\.py:11"):
+    with pytest.raises(ValueError, match=r"SystemExit: 0 .*leaves\.py:11"):
         list(rows_of(data, "train"))  # type: ignore[arg-type]
     [sink] = config_of("tracking.sinks=[leaves.py:Sink]").tracking.sinks
     thread = SinkThread(sink, here, {}, last_step=None)
     thread.put("log", 1, {})
-    assert thread.close("completed") == 1 and "called sys.exit(0)" in caplog.text
+    assert thread.close("completed") == 1 and "SystemExit" in caplog.text
     out, err = capsys.readouterr()
     assert "said by a file" in err and not out, "stdout is that of the command"
+
+
+def test_a_guard_cannot_write_into_the_row_and_rows_must_stay_the_same(here: Path) -> None:
+    text = (here / "entropy.py").read_text()
+    row = {"policy/entropy": 1.0}
+    for body, said in (
+        ("row['policy/entropy'] = 7.0", "does not support item assignment"),
+        ("return None", "NoneType"),
+    ):
+        changed = text.replace("        return [Read", f"        {body}\n        return [Read")
+        (here / "entropy.py").write_text(changed)
+        guard = build_guard(config_of("guard=entropy.py:Entropy"))
+        with pytest.raises(ValueError, match=rf"entropy\.py:Entropy must be .*readings\(\).*{said}.*entropy\.py"):
+            guard.observe(1, row)
+        assert row == {"policy/entropy": 1.0}
+    config = config_of("data=sums.py:Sums", "data.chat_template=false")
+    before = [Prompt(prompt_id=n, token_ids=[n], text=str(n), answer=str(n)) for n in range(3)]
+    state = RunState(step=1, policy_version=1, stream=PromptStream(before, seed=0).state_dict())
+    task = SimpleNamespace(dataset=SimpleNamespace(train=before[1:]), model_path=here, eval_prompts={})
+    with pytest.raises(StartError, match=r"rows\(\) of sums\.py:Sums must give the same rows at every call"):
+        prompt_stream(config, cast(Task, task), state)
 
 
 KINDS = """

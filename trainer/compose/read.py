@@ -189,14 +189,11 @@ def _own(value: object, base: type[Custom], path: list[str], found: list[Problem
 
 
 def _broken(config: TrainConfig) -> Iterator[Problem]:
-    """Yield every broken rule; a class of the user's own that fails where it is asked ends them."""
-    told = False
+    """Yield every broken rule; a class of the user's own that fails ends them."""
     try:
-        for problem in config.problems():
-            told = True
-            yield problem
+        yield from config.problems()
     except ConfigError as error:
-        yield from () if told else error.problems
+        yield from error.problems
 
 
 def _function_problems(config: TrainConfig) -> Iterator[Problem]:

@@ -113,7 +113,7 @@ def chosen_modes(
             of_mode = replace(config, correction=correction)
         except ConfigError as error:
             refusal = " ".join(str(problem) for problem in error.problems)
-        except Exception as error:  # of a __post_init__
+        except (Exception, SystemExit) as error:  # of a __post_init__
             refusal = f"{type(error).__name__}: {error}{own_line(traceback.format_exc())}"
         if not refusal and optimizer_steps > 1 and correction.needs_old_logprobs and not has_old_logprobs:
             refusal = (

@@ -12,6 +12,7 @@ The training itself is never changed. No clock, no randomness: two runs with the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from trainer.config.guard import Action, Reading, Row, WatchConfig
@@ -53,7 +54,7 @@ class NumberGuard(Guard):
         """Bad steps in a row, by the name of the number."""
 
     def observe(self, step: int, row: Row) -> tuple[dict[str, float | None], list[Event]]:
-        found = self._config.readings(row)
+        found = self._config.readings(MappingProxyType(row))
         before = {reading.name for reading in found if self._is_bad(reading)}
         for reading in found:
             if reading.value is not None:

@@ -17,7 +17,7 @@ from rollout.data.tokenizer import load_tokenizer
 from rollout.data.turn_ends import EOS_FILES, control_ends, past_end_note, stop_token_ids, text_end_note
 from rollout.processes.custom_code import code_digest
 from rollout.rewards import Scorer
-from rollout.task_config import FileDataConfig
+from rollout.task_config import CustomData, FileDataConfig
 from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
@@ -160,7 +160,10 @@ def prompt_stream(config: TrainConfig, task: Task, resumed: RunState | None) -> 
     except ValueError as error:
         key = "data.train_path" if isinstance(config.data, FileDataConfig) else "data"
         rule = f"must give the prompts that the run had ({error})"
-        raise StartError(config.broken(key, rule, "Or begin a new run in another run.dir.")) from error
+        remedy = "Or begin a new run in another run.dir."
+        if isinstance(config.data, CustomData):
+            remedy = f"rows() of {config.data.source} must give the same rows at every call. {remedy}"
+        raise StartError(config.broken(key, rule, remedy)) from error
     if resumed is not None and (problems := list(_other_sets(resumed, config, task))):
         raise StartError(*problems)
     return prompts

@@ -73,7 +73,7 @@ class SinkThread:
         """Make one call; a failure is a warning for the first of them."""
         try:
             action()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._errors += 1
             if self._errors == 1:
                 text = f"{type(error).__name__}: {error}"
