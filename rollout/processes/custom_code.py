@@ -27,6 +27,7 @@ FOREIGN = (
     *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
 )
 """Beginnings of the files whose code is not the user's own: Parity, Python, packages."""
+Definition = type[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]
 _TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -73,26 +74,23 @@ def function_problem(function: str, built_in: Collection[str]) -> str | None:
     return None if function in built_in else f"must be one of {', '.join(sorted(built_in))}, or path.py:function"
 
 
-def similar_custom(function: str) -> str:
+def similar_custom(function: str, *kinds: Definition) -> str:
     """A sentence with the `path.py:name` that a value probably means; empty if nothing is similar.
 
-    Of a missing file it is a similar one beside it, of a file without a name its functions; the file is not run.
+    Of a missing file it is a similar one beside it, of a file without a name what it defines of the `kinds`, or its
+    functions; the file is not run.
     """
     if not is_custom(function):
-        return _functions_of(function)
+        names = _defined(function, *(kinds or (ast.FunctionDef, ast.AsyncFunctionDef)))
+        meant = " or ".join(f"{function}:{name}" for name in names[:MOST_FUNCTIONS])
+        return f"Did you mean {meant}?" if meant else ""
     path, _, name = function.rpartition(":")
     meant = similar_file(path, (".py",)) if custom_problem(function) else ""
     return f"{meant[:-1]}:{name}?" if meant.endswith("?") else meant
 
 
-def _functions_of(path: str) -> str:
-    """A sentence with the functions that a Python file defines; empty if `path` is no such file."""
-    names = _defined(path, ast.FunctionDef, ast.AsyncFunctionDef)
-    return f"Did you mean {' or '.join(f'{path}:{name}' for name in names[:MOST_FUNCTIONS])}?" if names else ""
-
-
-def _defined(path: str, *kinds: type[ast.FunctionDef | ast.AsyncFunctionDef]) -> list[str]:
-    """Names of the functions of these kinds that a Python file defines; none if `path` is no such file."""
+def _defined(path: str, *kinds: Definition) -> list[str]:
+    """Names of the definitions of these kinds that a Python file defines; none if `path` is no such file."""
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, ValueError, SyntaxError):  # no file, a NUL in it, no Python

@@ -36,7 +36,7 @@ def run_replay(words: Sequence[str]) -> int:
         remedy = f"Write step=N. {way_to_a_dump(source)}"
         problems.append(Problem(key="step", rule="is missing", value=NOT_SET, remedy=remedy))
     every = all_names() if found.is_run else of_bundle()
-    names = [name for name in given.get("modes", "").split(",") if name]
+    names = [name for name in given.get("modes", "").strip("[]").split(",") if name]
     problems += name_problems(names, known=every)
     bundle = Path(given["bundle"]) if given.get("bundle") else None
     if bundle is not None and (unusable := unusable_problem("bundle", bundle.parent)) is not None:

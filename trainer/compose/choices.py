@@ -49,8 +49,9 @@ def own_class(choice: str, base: type[Kind], *, key: str) -> type[Kind]:
     try:
         OmegaConf.structured(typed(found))
     except OmegaConfBaseException as error:
-        text = str(error).splitlines()[0]
-        raise ValueError(f"must name a class whose fields have types of a config: {text}") from error
+        types = "bool, int, float, str, an Enum, lists and dicts of these"
+        rule = f"must name a class whose fields have types of a config, {types}: {str(error).splitlines()[0]}"
+        raise ValueError(rule) from error
     return kind
 
 

@@ -6,6 +6,7 @@ option. `read.py` uses these functions, which read types only, never values.
 
 from __future__ import annotations
 
+import ast
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -15,6 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from algorithms.config import Checked, Custom, Problem
 from algorithms.config.rules import default_text
 from algorithms.config.similar import similar
+from rollout.processes.custom_code import similar_custom
 from trainer.compose.renamed import SYNONYMS, renamed_hint
 from trainer.config.train import GROUPS, PRESETS, TrainConfig, option_name
 
@@ -58,7 +60,9 @@ def wrong_value(key: str, value: object, hint: Any, *, default: object = "") -> 
     names = [member.name for option in options if issubclass(option, Enum) for member in option]
     close = nearest(str(value), names)
     remedy = f"Did you mean {key}={close}?" if close else default_text(default)
-    if isinstance(hint, type) and issubclass(hint, Checked):
+    if isinstance(hint, type) and issubclass(hint, Custom):
+        remedy = similar_custom(str(value), ast.ClassDef)
+    elif isinstance(hint, type) and issubclass(hint, Checked):
         meant = _key_for(value, hint) if isinstance(value, str) else None
         remedy = f"Did you mean {key}.{meant}={value}? " if meant else ""
         remedy += f"Its keys: {', '.join(f'{key}.{name}' for name in field_names(hint))}."

@@ -52,7 +52,9 @@ class StudyConfig(Checked):
         for key in ("modes", "precisions", "seeds"):
             values = getattr(self, key)
             if len({str(value).rpartition(":")[2] for value in values}) < len(values):
-                yield Problem(key=key, rule="must name everything once", value=values)
+                of_classes = len({*map(str, values)}) == len(values)
+                remedy = "Runs have the names of classes: make a subclass of another name." if of_classes else ""
+                yield Problem(key=key, rule="must name everything once", value=values, remedy=remedy)
         for mode in self.modes:
             if not _NAME.fullmatch(mode) and not is_custom(mode):
                 yield Problem(key="modes", rule="must be options of the group correction", value=mode)
