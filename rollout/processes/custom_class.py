@@ -98,16 +98,18 @@ def _asked(call: Callable[..., Any], wanted: Any) -> Callable[..., Any]:
                 return parts
             if isinstance(error, ConfigError) and error.problems[0].key == self.source:
                 raise
-            rule = f"must be a class whose {call.__name__}() succeeds: {_described(self, error)}"
+            rule = f"must be a class whose {call.__name__}() succeeds: {_described(self, error, call)}"
             raise ConfigError([Problem(key=self.source, rule=rule, value=NOT_SET)]) from error
         return parts if is_many else result
 
     return asked
 
 
-def _described(made: Custom, error: BaseException) -> str:
-    """An error of a class with the last line of the user's own, or with the file of the class."""
-    return f"{type(error).__name__}: {error}{own_line(traceback.format_exc()) or f' ({_PLACES[type(made)][0]})'}"
+def _described(made: Custom, error: BaseException, call: Callable[..., Any]) -> str:
+    """An error of `call` with the last line of the user's own, or with the first one of the method or the class."""
+    code = call.__code__
+    first = f'File "{_PLACES[type(made)][0]}", line 1\nFile "{code.co_filename}", line {code.co_firstlineno}\n'
+    return f"{type(error).__name__}: {error}{own_line(first + traceback.format_exc())}"
 
 
 def _unusable(kind: type[Custom], base: type[Custom]) -> str:
@@ -145,7 +147,7 @@ def finish(made: Custom) -> str:
     except ConfigError:  # what `problems` yields is reported by itself
         return ""
     except (Exception, SystemExit) as error:
-        return f"must be a class whose __post_init__ succeeds: {_described(made, error)}"
+        return f"must be a class whose __post_init__ succeeds: {_described(made, error, type(made).__post_init__)}"
     return ""
 
 

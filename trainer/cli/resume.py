@@ -110,8 +110,8 @@ def resolve_start(
     problems = [*resolution.problems, *start_problems(resolution)]
     if shown_as is not None:
         named = [replace(problem, key=problem.key.replace(str(recipe), str(shown_as))) for problem in problems]
-        named = with_changed_files(named, shown_as.parent) if resolution.problems else named
         problems = [_with_place(problem, last_start_place(shown_as.parent)) for problem in named]
+        problems = with_changed_files(problems, shown_as.parent)
     return resolution, problems
 
 

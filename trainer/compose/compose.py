@@ -179,21 +179,13 @@ def _compose(
         found.append(_of_defaults(recipe, shown))
         return None, [], []
     choices: dict[str, str] = {}
-    aside: list[str] = []
-
-    def other(group: str, value: object, options: Sequence[str], where: str) -> str:
-        if group not in unneeded or not is_custom(str(value)):
-            return _other_option(group, value, options, where, found)
-        aside.append(group)
-        return f"{group}={[*GROUPS[group]][-1]}"  # the last one asks for nothing beside it
-
     for override in overrides:
         group, value = override.key_or_group, override.value()
         if group in GROUPS:
             options = loader.get_group_options(group)
             choices[group] = lenient(override)
             if not override.is_delete() and value not in options:
-                choices[group] = other(group, value, options, "") or choices[group]
+                choices[group] = _other_option(group, value, options, "", found, unneeded) or choices[group]
     while True:
         try:
             defaults = loader.compute_defaults_list(recipe.stem, list(choices.values()), RunMode.RUN).defaults
@@ -202,8 +194,8 @@ def _compose(
             group, _, value = (error.missing_cfg_file or "").partition("/")
             if group not in GROUPS or group in choices:
                 raise
-            if replacing := other(group, value, error.options or [], f"{recipe}: "):
-                choices[group] = replacing
+            if other := _other_option(group, value, error.options or [], f"{recipe}: ", found, unneeded):
+                choices[group] = other
     order = [default.config_path for default in defaults]
     if SCHEMA not in order or MAIN_CONFIG not in order or order.index(recipe.stem) < order.index(MAIN_CONFIG):
         found.append(_of_defaults(recipe, shown))
@@ -216,7 +208,7 @@ def _compose(
     values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
     words = [*choices.values(), *values, recipe_override(recipe_name(recipe))]
     root = compose(recipe.stem, overrides=words, return_hydra_config=True)
-    for group in aside:
+    for group in (name for name in GROUPS if name in unneeded and choices.get(name) == _stand_in(name)):
         root[group] = plain([*GROUPS[group].values()][-1])
     return root, list(defaults), files
 
@@ -262,10 +254,19 @@ def _not_sections(files: Sequence[YamlFile]) -> Iterator[Problem]:
                 yield Problem(key=f"{file}: {section}", rule=rule, value=value, remedy=remedy)
 
 
-def _other_option(group: str, value: object, options: Sequence[str], where: str, found: list[Problem]) -> str:
+def _stand_in(group: str) -> str:
+    """The override that replaces a class of the user's own that is not needed; the last option needs nothing else."""
+    return f"{group}={[*GROUPS[group]][-1]}"
+
+
+def _other_option(
+    group: str, value: object, options: Sequence[str], where: str, found: list[Problem], unneeded: tuple[str, ...]
+) -> str:
     """Add the option of a `path.py:Name` to Hydra; report any other, and return the override that replaces it."""
     if group not in CUSTOM or not is_custom(str(value)):
         return _misspelt(group, value, options, where, found)
+    if group in unneeded:
+        return _stand_in(group)
     try:
         add_option(group, str(value), own_class(str(value), CUSTOM[group], key=group))
     except ValueError as error:

@@ -98,7 +98,7 @@ def unknown_key(path: Sequence[str], depth: int, value: object, holder: type, ki
     own = field_names(holder)
     section = ".".join(path[:depth])
     hint = _nested(path, value, kinds) or renamed_hint(list(path)) or did_you_mean(path, own, kinds, depth)
-    described, of = f"Its keys: {', '.join(own)}.", section
+    described, of = f"Its keys: {', '.join(own)}.", getattr(holder, "source", "") or section
     if section in GROUPS:
         option = option_name(section, holder)
         elsewhere = [name for name, kind in GROUPS[section].items() if path[depth] in field_names(kind)]

@@ -137,17 +137,20 @@ def changed_files(directory: Path) -> dict[str, str]:
 
 
 def with_changed_files(problems: list[Problem], directory: Path) -> list[Problem]:
-    """The `problems` of the config of the run in `directory`, if there are any, behind those of `changed_files`."""
-    changed = changed_files(directory) if problems else {}
-    remedy = "Bring it back as it was."
+    """The `problems` of the config of the run in `directory`, behind those of `changed_files` that they name."""
+    text, rule, remedy = (
+        " ".join(map(str, problems)),
+        "{} since the last process of {} ran it",
+        "Bring it back as it was.",
+    )
+    changed = {path: how for path, how in changed_files(directory).items() if Path(path).name in text}
     found = [
-        Problem(key=path, rule=f"{how} since the last process of {directory} ran it", value=NOT_SET, remedy=remedy)
+        Problem(key=path, rule=rule.format(how, directory), value=NOT_SET, remedy=remedy)
         for path, how in changed.items()
     ]
-    for problem in problems:  # what lies beside a file that is gone was not meant
-        named = Path(str(problem.value).rpartition(":")[0]).absolute()
-        found.append(replace(problem, remedy="") if str(named) in changed else problem)
-    return found
+    # What lies beside a file that is gone was not meant.
+    gone = [str(Path(str(problem.value).rpartition(":")[0]).absolute()) in changed for problem in problems]
+    return found + [replace(each, remedy="") if is_gone else each for each, is_gone in zip(problems, gone, strict=True)]
 
 
 def _recorded(directory: Path, key: str) -> Any:
