@@ -306,9 +306,8 @@ class CustomCorrection(CorrectionConfig, Custom):
             CustomConfig(**parts)
         except ConfigError as error:
             for found in error.problems:
-                rule = f"must have a spec() that keeps the rules of correction=custom: {found.key} {found.rule}"
-                rule += "" if found.value is NOT_SET else f" (it is {as_yaml(found.value)})"
-                yield Problem(key="", rule=rule, value=self.source, remedy=found.remedy)
+                rule = f"must have a spec() that keeps the rules of correction=custom: {str(found).rstrip('.')}"
+                yield Problem(key="", rule=rule, value=self.source)
 
 
 def _interval_problems(low: float | None, high: float) -> Iterator[Problem]:
