@@ -332,6 +332,12 @@ class Shifts(CustomEstimator):
 
 
 @dataclass(kw_only=True)
+class Leaves(CustomCriterion):
+    def __call__(self, tokens: Tokens) -> Tensor:
+        raise SystemExit(0)
+
+
+@dataclass(kw_only=True)
 class Writes(CustomMetric):
     def __call__(self, tokens: Tokens) -> Tensor:
         return tokens.delta.abs_()
@@ -366,6 +372,11 @@ UNFIT = {
 def test_what_does_not_fit_and_what_is_written_into_names_the_class(said: str) -> None:
     with pytest.raises(ValueError, match=said):
         UNFIT[said]()
+
+
+def test_a_class_that_leaves_fails_like_any_other() -> None:
+    with pytest.raises(RuntimeError, match=r"Leaves called sys\.exit\(0\)"):
+        of_criterion(Leaves())
 
 
 @pytest.mark.parametrize("kind", WRONG)
