@@ -139,7 +139,7 @@ def test_an_error_of_the_thread_is_polled_after_what_had_ended(model_path, monke
     engine = start(model_path)
     step, calls = decoder_of(engine).step, []
 
-    def fail_late(*arguments):
+    def fail_late(*arguments, **options):
         calls.append(1)
         if len(calls) > 20:
             raise RuntimeError("out of something")
@@ -165,7 +165,7 @@ def test_a_thread_that_hangs_is_reported_when_the_request_is_due(model_path, mon
     engine = start(model_path, generate_timeout_s=0.3)
     monkeypatch.setattr(rollout.torch.engine, "STOP_TIMEOUT_S", 0.1)
     go_on = threading.Event()
-    monkeypatch.setattr(decoder_of(engine), "step", lambda *arguments: go_on.wait(30))
+    monkeypatch.setattr(decoder_of(engine), "step", lambda *arguments, **options: go_on.wait(30))
     engine.submit([0, 1], long_requests(2))
     begin = time.monotonic()
     with pytest.raises(EngineError, match=r"generate_timeout_s=0\.3 .* 2 requests are unfinished"):

@@ -42,13 +42,13 @@ def read_prompts(decoder, slots):
     prompt_of_slot = torch.tensor(PROMPT_OF_SLOT)
     forward = Prefill(slots, first_slot=0, prompt_of_slot=prompt_of_slot, longest=longest)
     with torch.inference_mode():
-        return decoder.prefill(padded, lengths, forward)[prompt_of_slot]
+        return decoder.prefill(padded, lengths, forward).logits[prompt_of_slot]
 
 
 def read_tokens(decoder, slots, tokens, positions):
     with torch.inference_mode():
         forward = Step(slots, positions=positions, longest=int(positions.max()) + 1, dtype=decoder.dtype)
-        return decoder.step(tokens, positions, forward)
+        return decoder.step(tokens, positions, forward).logits
 
 
 @pytest.mark.parametrize(("model_type", "tied"), [("qwen2", True), ("llama", False), ("qwen3", False)])

@@ -43,10 +43,11 @@ class Runtime:
         return 0
 
 
-class Model:
+class Model(torch.nn.Module):
     """What the loader needs of SGLang's model."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.held: dict[str, torch.Tensor] = {}
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
