@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from rollout.exact import products
+from rollout.exact.activations import SiLU, sigmoid
+from rollout.exact.experts import Experts, is_part, replaced
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds of rotary embeddings that change with the length of the longest sequence of a batch."""
-
-
-def silu(states: Tensor) -> Tensor:
-    """x / (1 + exp(-x)) of the type of `states`; differentiable once.
-
-    In float32 torch's own function has other bits for the last numbers of a tensor than for the first ones.
-    """
-    out: Tensor = _SiLU.apply(states)
-    return out
-
-
-class SiLU(nn.Module):
-    """The activation of an MLP."""
-
-    def forward(self, states: Tensor) -> Tensor:
-        return silu(states)
 
 
 def row_sums(values: Tensor) -> Tensor:
@@ -54,6 +38,12 @@ def make_exact(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ == "Linear" and isinstance(module, nn.Linear):
             module.__class__ = products.Linear
+        elif is_part(module, "Experts"):
+            module.__class__ = Experts
+        elif is_part(module, "TopKRouter"):
+            module.forward = replaced(module.forward, {functional.linear: products.linear})
+        elif hasattr(module, "shared_expert_gate"):  # weighs the expert that all tokens share
+            module.forward = replaced(module.forward, {Tensor.sigmoid: sigmoid})
         for name, child in module.named_children():
             if _is_silu(child):
                 setattr(module, name, SiLU())
@@ -66,6 +56,7 @@ def exact_problems(model: nn.Module) -> list[str]:
         kind = type(module).__name__
         owns = next(iter(module.parameters(recurse=False)), None) is not None
         is_known = isinstance(module, nn.Embedding) or kind == "Linear" or kind.endswith("RMSNorm")
+        is_known = is_known or is_part(module, "Experts") or is_part(module, "TopKRouter")
         if owns and not is_known:
             found.setdefault(kind, f"{kind} ({name})")
         # A function without weights: an activation, dropout, or a container of other modules.
@@ -85,18 +76,3 @@ def _has_exact_form(module: nn.Module) -> bool:
     kind = type(module).__name__
     empty = isinstance(module, nn.Identity | nn.Dropout | nn.ModuleDict | nn.ParameterDict | nn.ModuleList)
     return empty or _is_silu(module) or kind.endswith("RotaryEmbedding")
-
-
-class _SiLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor) -> Tensor:
-        ctx.save_for_backward(states)
-        wide = states.float()
-        return torch.div(wide, wide.neg().exp_().add_(1)).to(states.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (states,) = ctx.saved_tensors
-        out: Tensor = torch.ops.aten.silu_backward(grad, states)
-        return out

@@ -25,6 +25,8 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Te
         whole = torch.mm(rows, weight.T) if bias is None else torch.addmm(bias, rows, weight.T)
         return whole if out is None else out.copy_(whole)
     found = rows.new_empty((len(rows), len(weight))) if out is None else out
+    if not len(rows):  # as of an expert that no token chose
+        return found
     for tile, place in zip(rows.split(TILE_ROWS), found.split(TILE_ROWS), strict=True):
         missing = TILE_ROWS - len(tile)
         full = functional.pad(tile, (0, 0, 0, missing)) if missing else tile.contiguous()

@@ -49,6 +49,14 @@ def test_a_server_has_the_bits_of_the_trainer(tmp_path: Path, local_ray: None) -
     trained(tmp_path / "run", *BFLOAT16, "rollout=sglang", "sampling.top_k=20", "sampling.top_p=0.95")
 
 
+@pytest.mark.parametrize("engine", ["torch", pytest.param("sglang", marks=pytest.mark.sglang)])
+def test_a_mixture_chooses_the_same_experts_in_engine_and_trainer(tmp_path: Path, local_ray: None, engine: str) -> None:
+    """The routes of the engine are replayed, and change nothing."""
+    trained(tmp_path / "run", *BFLOAT16, f"rollout={engine}", "model.num_experts=16")
+    rows = metrics_of(tmp_path / "run")
+    assert column(rows, "mismatch/routes_changed") == column(rows, "mismatch/tokens_rerouted") == [0.0] * len(rows)
+
+
 def test_engines_adapters_and_checkpointed_layers_keep_the_bits(tmp_path: Path, local_ray: None) -> None:
     """With truncated sampling: the base model is sure of most tokens, so few are kept."""
     several = ("rollout.num_engines=2", "policy.activation_checkpoint_every=1", "sampling.temperature=0.7")

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_model import write_tiny_model
+from tiny_model import MIXTURES, write_tiny_model
 from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from rollout.exact import attention, products
+from rollout.exact.activations import sigmoid, silu
 from rollout.exact.attention import attend, num_columns
-from rollout.exact.layers import exact_problems, log_softmax, make_exact, silu
+from rollout.exact.experts import mixed
+from rollout.exact.layers import exact_problems, log_softmax, make_exact
 from rollout.torch.decoding import Batch
 from rollout.torch.kv_cache import SLOT_ATTENTION
 from rollout.torch.model import Decoder, ExactDecoder
 from rollout.types import GenerateRequest, SamplingParams
 
-SHAPES = ((576, 576), (576, 192), (576, 1536), (1536, 576), (64, 67), (96, 100), (16, 576))
-"""(inputs, outputs): SmolLM2's, and some that no vector register divides."""
+SHAPES = ((576, 576), (576, 192), (576, 1536), (1536, 576), (64, 67), (96, 100), (16, 576), (64, 1))
+"""(inputs, outputs): SmolLM2's, some that no vector register divides, and the gate of a shared expert."""
 
 
 @contextmanager
@@ -67,16 +69,63 @@ def test_gradients_of_products_and_activation_are_the_usual_ones() -> None:
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_activation_has_the_same_bits_at_every_place() -> None:
+@pytest.mark.parametrize(("ours", "usual"), [(silu, nn.functional.silu), (sigmoid, torch.sigmoid)])
+def test_an_activation_has_the_same_bits_at_every_place(
+    ours: Callable[[torch.Tensor], torch.Tensor], usual: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """torch's own has others at the end of a float32 tensor: then this test would not be needed."""
     values = drawn(37) * 5
-    alone = torch.cat([silu(value[None]) for value in values])
+    alone = torch.cat([ours(value[None]) for value in values])
     for size in (37, 38, 100, 1001, 40_003):
         repeated = values.repeat(size // len(values) + 1)[:size]
-        assert torch.equal(silu(repeated), alone.repeat(size // len(values) + 1)[:size])
-    assert torch.allclose(alone, nn.functional.silu(values), atol=1e-6)
-    assert silu(torch.tensor([-1e4, -100.0, 100.0, 1e4])).tolist() == pytest.approx([0, 0, 100, 1e4])
-    assert silu(values.bfloat16()).dtype == torch.bfloat16
+        assert torch.equal(ours(repeated), alone.repeat(size // len(values) + 1)[:size])
+    assert torch.allclose(alone, usual(values), atol=1e-6)
+    ends = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], requires_grad=True)
+    assert torch.allclose(ours(ends), usual(ends), atol=1e-6)
+    found, expected = (torch.autograd.grad(each(ends).sum(), ends)[0] for each in (ours, usual))
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert ours(values.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("number", "per_token", "hidden", "inner"), [(16, 4, 128, 96), (64, 8, 576, 100), (4, 1, 64, 33)]
+)
+def test_a_token_of_a_mixture_has_the_same_bits_in_any_company(
+    number: int, per_token: int, hidden: int, inner: int, dtype: torch.dtype
+) -> None:
+    states = drawn(150, hidden).to(dtype)
+    gate_up, down = (
+        drawn(number, 2 * inner, hidden, seed=1).to(dtype) / 8,
+        drawn(number, hidden, inner, seed=2).to(dtype) / 8,
+    )
+    weights, chosen = drawn(150, number, seed=3).softmax(-1).topk(per_token)
+    whole = mixed(states, chosen, weights, gate_up, down)
+    usual = torch.zeros(150, hidden)
+    for token, (experts, shares) in enumerate(zip(chosen, weights, strict=True)):
+        for expert, share in zip(experts, shares, strict=True):
+            gate, up = linear(states[token].float(), gate_up[expert].float()).chunk(2)
+            usual[token] += share * linear(nn.functional.silu(gate) * up, down[expert].float())
+    assert torch.allclose(
+        whole.float(), usual, rtol=0.02, atol=(1e-5 if dtype == torch.float32 else 0.02) * float(usual.abs().max())
+    )
+    generator = torch.Generator().manual_seed(4)
+    for count, size in ((1, 1), (2, 2), (3, 40), (1, 150)):
+        some = torch.randperm(150, generator=generator)[:size]
+        order = torch.randperm(per_token, generator=generator)
+        with threads(count):
+            found = mixed(states[some], chosen[some][:, order], weights[some][:, order], gate_up, down)
+        assert torch.equal(found, whole[some])
+
+
+def test_every_expert_gets_a_gradient_without_any_token() -> None:
+    """Ranks with an empty micro-batch reduce their gradients with the others."""
+    parts = [drawn(0, 8), drawn(4, 6, 8), drawn(4, 8, 3)]
+    states, gate_up, down = (part.requires_grad_() for part in parts)
+    out = mixed(states, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2), gate_up, down)
+    assert out.shape == (0, 8)
+    for grad, part in zip(torch.autograd.grad(out.sum(), parts), parts, strict=True):
+        assert torch.equal(grad, torch.zeros_like(part))
 
 
 @pytest.mark.parametrize("vocab", [67, 49_152, 151_936])
@@ -184,7 +233,7 @@ def sampled(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", *MIXTURES])
 def test_a_response_does_not_depend_on_the_others(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
     """One request at a time, all at once, and read again in the middle: same tokens, same log-probs."""
     write_tiny_model(tmp_path, model_type=model_type)

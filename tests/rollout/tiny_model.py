@@ -26,6 +26,7 @@ def write_tiny_model(
     dtype: torch.dtype = torch.float32,
     vocab_size: int = VOCAB_SIZE,
     max_positions: int = 512,
+    tied_experts: bool = False,
 ) -> PreTrainedModel:
     """Write a seeded random model (hidden 64, 2 layers, 4 heads, 2 KV heads) and return it.
 
@@ -37,6 +38,7 @@ def write_tiny_model(
         dtype: type in which the weights are stored.
         vocab_size: rows of the embedding.
         max_positions: longest sum of prompt and response.
+        tied_experts: whether half of the experts of a mixture have the same score, for every token.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -72,6 +74,8 @@ def write_tiny_model(
         if name.endswith(("bias", "norm.weight")):
             # Biases start at 0 and norms at 1: make them tell a lost tensor from a loaded one.
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1)
+        if tied_experts and name.endswith("mlp.gate.weight"):
+            parameter.data[: NUM_EXPERTS // 2] = parameter.data[0]
     model = model.to(dtype).eval()
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, safe_serialization=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_model import write_tiny_model
+from tiny_model import MIXTURES, write_tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -86,10 +86,10 @@ def differing(model: ScoringModel, samples: Sequence[Sample], *, size: int) -> t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", *MIXTURES])
 def test_trainer_and_engine_have_the_same_bits(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
     """Whatever is in the engine's batch and in the trainer's micro-batch, in any order, on any number of threads."""
-    write_tiny_model(tmp_path, model_type=model_type)
+    write_tiny_model(tmp_path, model_type=model_type, tied_experts=True)
     samples = sampled(ExactDecoder(load(tmp_path, dtype, SLOT_ATTENTION, exact=True)))
     trainer = ScoringModel(load(tmp_path, dtype, EXACT_ATTENTION, exact=True), chunk_tokens=50, exact=True)
     shuffled = random.Random(2).sample(samples, len(samples))
@@ -104,9 +104,10 @@ def test_trainer_and_engine_have_the_same_bits(tmp_path: Path, model_type: str, 
         torch.set_num_threads(before)
 
 
-def test_each_half_alone_does_not_suffice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
+def test_each_half_alone_does_not_suffice(tmp_path: Path, model_type: str) -> None:
     """The test above can fail: with the usual arithmetic in one of the two most tokens differ in some bit."""
-    write_tiny_model(tmp_path)
+    write_tiny_model(tmp_path, model_type=model_type)
     exact = ScoringModel(load(tmp_path, torch.float32, EXACT_ATTENTION, exact=True), chunk_tokens=50, exact=True)
     usual = ScoringModel(load(tmp_path, torch.float32, PACKED_ATTENTION, exact=False), chunk_tokens=50)
     of_exact = sampled(ExactDecoder(load(tmp_path, torch.float32, SLOT_ATTENTION, exact=True)))
@@ -116,8 +117,9 @@ def test_each_half_alone_does_not_suffice(tmp_path: Path) -> None:
         assert different > tokens / 4
 
 
-def test_gradients_are_those_of_the_usual_arithmetic(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "mixtral"])
+def test_gradients_are_those_of_the_usual_arithmetic(tmp_path: Path, model_type: str) -> None:
+    write_tiny_model(tmp_path, model_type=model_type)
     samples = sampled(Decoder(load(tmp_path, torch.float32, SLOT_ATTENTION, exact=False)))[:12]
     found: list[list[Tensor]] = []
     for attention in (PACKED_ATTENTION, EXACT_ATTENTION):

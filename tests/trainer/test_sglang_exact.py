@@ -14,7 +14,7 @@ import pytest
 import torch
 from packing_cases import pack
 from test_exact_bits import TEMPERATURE, differing, load
-from tiny_model import write_tiny_model
+from tiny_model import EOS_TOKEN_ID, write_tiny_model
 
 from rollout.collect.requests import make_sample
 from rollout.config import DType
@@ -60,11 +60,21 @@ def requests(*, longest: int = 40) -> list[GenerateRequest]:
     return found
 
 
-@pytest.mark.parametrize(("model_type", "dtype"), [("llama", DType.float32), ("qwen3", DType.bfloat16)])
+SERVED = (
+    ("llama", DType.float32), ("qwen3", DType.bfloat16), ("qwen3_moe", DType.float32), ("qwen3_moe", DType.bfloat16),
+    ("qwen2_moe", DType.float32), ("olmoe", DType.bfloat16), ("mixtral", DType.bfloat16),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), SERVED)
 def test_trainer_and_server_have_the_same_bits(tmp_path: Path, model_type: str, dtype: DType) -> None:
     """Before and after a weight sync, whatever is in the server's batch, in its prefix cache, or was retracted."""
     paths = [tmp_path / name for name in ("first", "second")]
-    models = [write_tiny_model(path, model_type=model_type, seed=seed) for seed, path in enumerate(paths)]
+    models = [
+        write_tiny_model(path, model_type=model_type, seed=seed, tied_experts=True) for seed, path in enumerate(paths)
+    ]
+    for file in tmp_path.glob("*/*config.json"):  # no response ends before its time
+        file.write_text(file.read_text().replace(f'"eos_token_id": {EOS_TOKEN_ID}', '"eos_token_id": null'))
     trainers = [
         ScoringModel(load(path, DTYPES[dtype], EXACT_ATTENTION, exact=True), chunk_tokens=50, exact=True)
         for path in paths
@@ -77,12 +87,13 @@ def test_trainer_and_server_have_the_same_bits(tmp_path: Path, model_type: str, 
         alone = engine.generate(asked[:1])  # with its prompt in the cache, and nothing beside it
         assert make_sample(asked[0], alone[0]) == first[0]
         assert differing(trainers[1], first, size=7)[1] > tokens / 2, "other weights would not be seen"
-        long = requests(longest=400)
-        shortest = min(range(len(long)), key=lambda ticket: long[ticket].sampling.max_new_tokens)
+        long, shortest = requests(longest=400), 0
+        long[shortest].sampling.max_new_tokens = 8
+        renewal = pack(models[1].named_parameters(), policy_version=1, dtype=DTYPES[dtype])
         engine.submit(range(len(long)), long)
         ended: list[Completion] = []
         wait_for([shortest], engine.poll, others=ended)  # its end says that the others are in their middle
-        engine.load_weights(pack(models[1].named_parameters(), policy_version=1, dtype=DTYPES[dtype]))
+        engine.load_weights(renewal)
         late = sorted(set(range(len(long))) - {shortest} - {completion.ticket for completion in ended})
         second = [
             make_sample(long[ticket], generation)

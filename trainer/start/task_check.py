@@ -21,7 +21,6 @@ from rollout.processes.custom_code import is_custom
 from rollout.rewards import judgement, try_reward
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from rollout.types import Prompt
-from rollout.weights.experts import FAMILIES
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelConfig, Routing
 from trainer.limits.adapter_shape import chosen_layers, linear_shapes
@@ -62,7 +61,6 @@ def task_key(config: TrainConfig) -> str:
     return repr([getattr(config, name) for name in sections])
 
 
-NOT_EXACT = "must be false for a mixture of experts: exact arithmetic has dense layers only"
 EXACT_ACTIVATION = "silu"
 """Activation of an MLP that rollout/exact computes."""
 
@@ -147,8 +145,6 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
         return
     if isinstance(config.model, ArithmeticModelConfig) and config.model.num_experts:
         yield from _routing_problems(config)
-        if config.rollout.exact:
-            yield config.broken("rollout.exact", NOT_EXACT, "Set model.num_experts=0.")
     try:
         cache = default_cache_dir()
     except ConfigError as error:
@@ -167,6 +163,9 @@ def _routing_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.policy.routing is not Routing.live and config.policy.torch_compile:
         rule = f"must be false for a mixture of experts with policy.routing={config.policy.routing.name}"
         yield config.broken("policy.torch_compile", rule, "Or set policy.routing=live.")
+    if config.rollout.exact and config.policy.gpus_per_worker:
+        rule = "must be false for a mixture of experts on GPUs: exact arithmetic has it on a CPU only"
+        yield config.broken("rollout.exact", rule, "Use a dense model, or no GPU.")
 
 
 def _exact_problems(config: TrainConfig, directory: Path) -> Iterator[Problem]:
@@ -176,9 +175,7 @@ def _exact_problems(config: TrainConfig, directory: Path) -> Iterator[Problem]:
     """
     model = text_part(described(directory))
     activation = model.get("hidden_act", EXACT_ACTIVATION)
-    if config.rollout.exact and model.get("model_type") in FAMILIES:
-        yield config.broken("rollout.exact", NOT_EXACT, f"model.path={directory}. Use another model.")
-    elif config.rollout.exact and activation != EXACT_ACTIVATION:
+    if config.rollout.exact and activation != EXACT_ACTIVATION:
         rule = f"must be false for a model with hidden_act={activation}: exact arithmetic has {EXACT_ACTIVATION}"
         yield config.broken("rollout.exact", rule, f"model.path={directory}. Use another model.")
 

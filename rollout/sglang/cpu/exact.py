@@ -20,26 +20,36 @@ from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+from sglang.srt.layers.moe.topk import TopK
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.models import qwen2_moe
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from algorithms.truncation import CUT_LOGIT
+from rollout.exact.activations import sigmoid, silu
 from rollout.exact.attention import attend, num_columns
+from rollout.exact.experts import mixed
 from rollout.exact.gpu import use_batch_invariant_kernels
-from rollout.exact.layers import log_softmax, silu
-from rollout.exact.products import product
+from rollout.exact.layers import log_softmax
+from rollout.exact.products import Linear, product
 from rollout.sglang.cpu.attention import BatchedAttention
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-KNOWN = (LinearBase, RMSNorm, SiluAndMul, RotaryEmbedding, VocabParallelEmbedding, LogitsProcessor, RadixAttention)
+KNOWN = (
+    LinearBase, RMSNorm, SiluAndMul, RotaryEmbedding, VocabParallelEmbedding, LogitsProcessor, RadixAttention, TopK,
+    FusedMoE, UnquantizedFusedMoEMethod, nn.Linear,
+)  # fmt: skip
 """Modules that have an exact form, or compute nothing."""
+UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
 HELD_NUMBERS = 1 << 23
 """Bound on the keys that are gathered at a time, 32 MiB in float32; a single sequence may have more."""
 
@@ -145,12 +155,17 @@ def make_exact(model: nn.Module) -> None:
             module._forward_method = partial(_rms_norm, module)
         elif isinstance(module, SiluAndMul):
             module._forward_method = _silu_and_mul
-        elif isinstance(module, RotaryEmbedding):
+        elif isinstance(module, RotaryEmbedding | TopK):
             module._forward_method = module.forward_native
+        elif isinstance(module, UnquantizedFusedMoEMethod):
+            module._forward_method = _experts
         elif isinstance(module, LinearBase):
             module.quant_method = ExactLinearMethod()
+        elif isinstance(module, nn.Linear):
+            module.__class__ = Linear
         elif isinstance(module, LogitsProcessor):
             module._compute_lm_head = _logits
+    qwen2_moe.fused_gate_sigmoid_mul_add = _add_shared_expert
 
 
 def exact_logprobs(scaled: Tensor, tokens: Tensor) -> Tensor:
@@ -184,7 +199,7 @@ def _of_similar_length(last: Tensor, *, numbers: int) -> Iterator[Tensor]:
 def _problems(model: nn.Module) -> Iterator[str]:
     """Yield the class of every module that has no exact implementation."""
     for module in model.modules():
-        if isinstance(module, LinearBase) and type(module.quant_method) is not UnquantizedLinearMethod:
+        if isinstance(module, LinearBase | FusedMoE) and type(module.quant_method) not in UNQUANTIZED:
             yield f"{type(module).__name__} with {type(module.quant_method).__name__}"
         owns = next(iter(module.parameters(recurse=False)), None) is not None
         if (owns or isinstance(module, BaseFusedOp)) and not isinstance(module, KNOWN):
@@ -222,6 +237,17 @@ def _rms_norm(
 def _silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return silu(gate.contiguous()) * up
+
+
+def _experts(layer: Any, dispatch_output: Any) -> Any:
+    weights, chosen, _ = dispatch_output.topk_output
+    found = mixed(dispatch_output.hidden_states, chosen.long(), weights, layer.w13_weight, layer.w2_weight)
+    return StandardCombineInput(hidden_states=found)
+
+
+def _add_shared_expert(hidden_states: Tensor, gate: Tensor, shared: Tensor, out: Tensor) -> None:
+    """Add what the expert that all tokens share says, [N, H], to `out`; `gate` [H] weighs it."""
+    out += sigmoid(product(hidden_states, gate[None])) * shared
 
 
 def _logits(
