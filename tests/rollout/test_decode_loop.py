@@ -143,7 +143,7 @@ def test_an_error_of_the_thread_is_polled_after_what_had_ended(model_path, monke
         calls.append(1)
         if len(calls) > 20:
             raise RuntimeError("out of something")
-        return step(*arguments)
+        return step(*arguments, **options)
 
     monkeypatch.setattr(decoder_of(engine), "step", fail_late)
     engine.submit(range(3), long_requests(3, short=1))

@@ -29,9 +29,9 @@ class SlowWorker(RolloutWorker):
         decoder = decoder_of(self)
         step = decoder.step
 
-        def slow_step(*arguments: object) -> object:
+        def slow_step(*arguments: object, **options: object) -> object:
             time.sleep(0.02)
-            return step(*arguments)
+            return step(*arguments, **options)
 
         decoder.step = slow_step
         return report
@@ -47,7 +47,7 @@ class DishonestWorker(RolloutWorker):
             report.policy_version += 7
         elif self._setup.index == 0:
             mark.touch()
-            decoder_of(self).step = lambda *arguments: time.sleep(600)
+            decoder_of(self).step = lambda *arguments, **options: time.sleep(600)
         return report
 
 
@@ -57,7 +57,7 @@ class HungWorker(RolloutWorker):
     def load_weights(self, weights: SharedWeights | PackedWeights) -> WeightReport:
         report = super().load_weights(weights)
         if self._setup.index == 0:
-            decoder_of(self).step = lambda *arguments: time.sleep(600)
+            decoder_of(self).step = lambda *arguments, **options: time.sleep(600)
         return report
 
 
