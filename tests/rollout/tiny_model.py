@@ -27,6 +27,7 @@ def write_tiny_model(
     vocab_size: int = VOCAB_SIZE,
     max_positions: int = 512,
     tied_experts: bool = False,
+    sparse_step: int = 1,
 ) -> PreTrainedModel:
     """Write a seeded random model (hidden 64, 2 layers, 4 heads, 2 KV heads) and return it.
 
@@ -38,6 +39,7 @@ def write_tiny_model(
         dtype: type in which the weights are stored.
         vocab_size: rows of the embedding.
         max_positions: longest sum of prompt and response.
+        sparse_step: of a Qwen mixture every so-manieth layer has experts, the others have none.
         tied_experts: whether half of the experts of a mixture have the same score, for every token.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -49,6 +51,7 @@ def write_tiny_model(
         "norm_topk_prob": model_type != "olmoe",  # as SGLang has it
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
+        "decoder_sparse_step": sparse_step,
     }
     config = AutoConfig.for_model(
         model_type,

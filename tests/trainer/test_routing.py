@@ -239,3 +239,24 @@ def with_factors(sample: Sample, factor: float) -> Sample:
     assert sample.routes is not None
     shape = (len(sample.routes), NUM_LAYERS, EXPERTS_PER_TOKEN)
     return replace(sample, routes=Routes(sample.routes.parts, (np.full(shape, factor, np.float16),)))
+
+
+def test_layers_without_experts_have_no_routes(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, model_type="qwen3_moe", sparse_step=2)
+    mixed = scoring(tmp_path)
+    samples = make_samples()
+    replayed = routed(mixed, samples)
+    assert replayed[0].routes is not None and replayed[0].routes.whole().shape[1] == 1
+    assert torch.equal(gradients(mixed, micro_batch(samples))[1], gradients(mixed, micro_batch(replayed))[1])
+    others = [replace(each, routes=other_experts(each.routes)) for each in replayed]
+    scores = mixed(micro_batch(others), temperature=1.0)
+    assert scores.route_counts is not None
+    assert scores.route_counts.tolist()[2:] == [17, 17]
+
+
+def other_experts(routes: Routes | None) -> Routes:
+    """Experts of which none is among those of `routes`."""
+    assert routes is not None
+    rows = routes.whole().reshape(-1, EXPERTS_PER_TOKEN)
+    left = [np.setdiff1d(np.arange(NUM_EXPERTS), row)[:EXPERTS_PER_TOKEN] for row in rows]
+    return Routes((np.array(left, np.uint8).reshape(routes.whole().shape),))

@@ -6,7 +6,7 @@ their gradients; only the choice is the engine's (Rollout Routing Replay, R3: ht
 without a known route gets the trainer's choice. The routes are an argument of every layer: a layer that is computed
 again in the backward pass, after forwards of other tokens, gets its own.
 
-I: tokens that the decoder computes, L: layers, K: experts of a layer for a token.
+I: tokens that the decoder computes, L: layers with experts, K: experts of a layer for a token.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def replay_of(micro: MicroBatch, device: torch.device) -> Replay | None:
         factors += routes.weights
         places.append(torch.arange(start, start + len(routes)))
         start += length
+    if not rows:
+        return None
     numbers = np.concatenate(rows)
     experts = torch.from_numpy(numbers if numbers.dtype == np.uint8 else numbers.astype(np.int32))
     number_of = torch.full((start,), -1).index_put((torch.cat(places),), torch.arange(len(experts)))
@@ -85,13 +87,18 @@ def replay_of(micro: MicroBatch, device: torch.device) -> Replay | None:
 
 
 def make_replayable(layers: Sequence[nn.Module], mixture: Mixture) -> None:
-    """Have all layers of a decoder, in their order, take routes, in place; without routes they compute as before."""
-    for index, layer in enumerate(layers):
-        layer.forward = _Replayed(layer, index, mixture)
+    """Have all layers of a decoder, in their order, take routes, in place; without routes they compute as before.
+
+    Layers without experts have none.
+    """
+    number = 0
+    for layer in layers:
+        layer.forward = _Replayed(layer, number, mixture)
+        number += bool(routers(layer))
 
 
 class _Replayed:
-    """The forward of a layer, which takes routes."""
+    """The forward of a layer, which takes routes; `layer` is its number among those with experts."""
 
     def __init__(self, module: nn.Module, layer: int, mixture: Mixture) -> None:
         self._forward, self._layer, self._mixture = module.forward, layer, mixture
