@@ -2,16 +2,18 @@
 
     python benchmarks/exact.py [--tokens 1000000] [--smollm2-tokens 8000] [--steps 3]
                                [--only bits|modes|time] [--dtypes float32 bfloat16] [--engine torch|sglang]
+                               [--recipe smollm2_grpo]
 
 Prints Markdown, up to three tables:
 
-bits    embedded engine and trainer's scorer in one process, with the demo's model and SmolLM2-135M-Instruct. Batches of
-        1 to 256 responses to prompts of 1 to 69 tokens, some with three responses; a tenth is given up midway and goes
-        on behind what it had. They are scored again in micro-batches of other sizes, in another order, with other
-        numbers of threads. "differ": tokens whose two log-probs differ in some bit
+bits    embedded engine and trainer's scorer in one process, with the demo's model, dense and as a mixture of 16 experts
+        (1 in 50 of the tokens), and SmolLM2-135M-Instruct. Batches of 1 to 256 responses to prompts of 1 to 69 tokens,
+        some with three responses; a tenth is given up midway and goes on behind what it had. They are scored again in
+        micro-batches of other sizes, in another order, with other numbers of threads. "differ": tokens whose two
+        log-probs differ in some bit
 modes   `parity train arithmetic_grpo` under each mode, two ranks, three steps of one optimizer step each: K3 and the
         digest of the weights at the end
-time    `parity train smollm2_grpo` without and with rollout.exact: median seconds of the steps after the first, and the
+time    `parity train` of --recipe without and with rollout.exact: median seconds of the steps after the first, and the
         largest difference of two log-probs in these steps
 
 --engine is the one of modes and time. bits has the embedded engine; a server is compared by the other two.
@@ -153,9 +155,13 @@ def weights_digest(run_dir: Path) -> str:
 def bits_table(dtypes: Sequence[str], *, tokens: int, smollm2_tokens: int) -> Iterator[str]:
     yield "| model | type | tokens | differ |"
     yield "| --- | --- | --: | --: |"
-    demo = build_base_model(ArithmeticModelConfig(), progress=lambda done, total, detail: None)
+    demo, mixture = (
+        build_base_model(ArithmeticModelConfig(num_experts=number), progress=lambda done, total, detail: None)
+        for number in (0, 16)
+    )
     for path, name, budget, longest in (
         (demo, "demo", tokens // len(dtypes), 64),
+        (mixture, "demo, 16 experts", tokens // 50 // len(dtypes), 64),
         (build_smollm2(), "SmolLM2-135M-Instruct", smollm2_tokens // len(dtypes), 24),
     ):
         for dtype in dtypes:
@@ -174,13 +180,13 @@ def modes_table(scratch: Path, engine: str) -> Iterator[str]:
         yield f"| {mode} | {k3} | {weights_digest(scratch / mode)} |"
 
 
-def time_table(scratch: Path, dtypes: Sequence[str], *, engine: str, steps: int) -> Iterator[str]:
+def time_table(scratch: Path, dtypes: Sequence[str], *, recipe: str, engine: str, steps: int) -> Iterator[str]:
     yield "| type | rollout.exact | step, s | rollout, s | training, s | K3 | largest difference, of tokens |"
     yield "| --- | --- | --: | --: | --: | --: | --: |"
     for dtype in dtypes:
         medians = []
         for exact in ("false", "true"):
-            words = ("smollm2_grpo", f"rollout={engine}", f"policy.dtype={dtype}", f"rollout.dtype={dtype}")
+            words = (recipe, f"rollout={engine}", f"policy.dtype={dtype}", f"rollout.dtype={dtype}")
             own = (f"rollout.exact={exact}", f"run.num_steps={steps}", "eval.every=0", "eval.max_prompts=2")
             rows = train(scratch / f"{dtype}_{exact}", *words, *own, "checkpoint.every=0")[1:]
             step, rollout, training = (
@@ -202,6 +208,7 @@ def main() -> None:
     parser.add_argument("--smollm2-tokens", type=int, default=8_000)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--engine", choices=("torch", "sglang"), default="torch")
+    parser.add_argument("--recipe", default="smollm2_grpo")
     parser.add_argument("--only", choices=("bits", "modes", "time"))
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     arguments = parser.parse_args()
@@ -209,7 +216,9 @@ def main() -> None:
         tables = {
             "bits": bits_table(arguments.dtypes, tokens=arguments.tokens, smollm2_tokens=arguments.smollm2_tokens),
             "modes": modes_table(Path(scratch), arguments.engine),
-            "time": time_table(Path(scratch), arguments.dtypes, engine=arguments.engine, steps=arguments.steps),
+            "time": time_table(
+                Path(scratch), arguments.dtypes, recipe=arguments.recipe, engine=arguments.engine, steps=arguments.steps
+            ),
         }
         for name, lines in tables.items():
             if arguments.only in (None, name):
