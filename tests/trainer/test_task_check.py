@@ -422,12 +422,17 @@ def test_exact_arithmetic_is_refused_for_an_activation_that_it_lacks(
         assert run(["train", "mine.yaml", f"model.path={directory}", *exact, "rollout.exact=false"]) == 0
 
 
-def test_exact_arithmetic_of_a_mixture_is_refused_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exact_arithmetic_of_a_mixture_is_refused_on_gpus_and_with_factors_of_the_engine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     exact = ("arithmetic_moe", "rollout=torch", "rollout.exact=true", "rollout.dtype=float32", "--dry-run")
     assert run(["train", *exact]) == 0
     assert re.search(r"engines +torch, float32, the bits of the trainer\n", capsys.readouterr().out)
     assert run(["train", *exact, "policy.gpus_per_worker=1", "rollout.gpus_per_engine=1"]) == 2
     assert "rollout.exact must be false for a mixture of experts on GPUs" in capsys.readouterr().err
+    assert run(["train", *exact, "policy.routing=weights"]) == 2
+    assert "policy.routing must be replay or live with rollout.exact=true" in capsys.readouterr().err
+    assert run(["train", *exact, "policy.routing=weights", "rollout.exact=false"]) == 0
 
 
 def test_prompts_with_tokens_that_the_model_has_not_are_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,9 @@ def _routing_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.rollout.exact and config.policy.gpus_per_worker:
         rule = "must be false for a mixture of experts on GPUs: exact arithmetic has it on a CPU only"
         yield config.broken("rollout.exact", rule, "Use a dense model, or no GPU.")
+    if config.rollout.exact and config.policy.routing is Routing.weights:
+        rule = "must be replay or live with rollout.exact=true: the engine's factors come rounded to 16 bits"
+        yield config.broken("policy.routing", rule, "The trainer computes the same factors, in every bit.")
 
 
 def _exact_problems(config: TrainConfig, directory: Path) -> Iterator[Problem]:
