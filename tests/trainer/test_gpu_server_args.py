@@ -13,6 +13,7 @@ import pytest
 from compose_cases import config_of
 from transformers import AutoConfig
 
+from rollout.config import RouteDetail
 from rollout.engine import EngineNeeds
 from rollout.sglang.config import SGLangConfig
 from rollout.sglang.installation import server_args
@@ -33,6 +34,7 @@ SIZES: dict[str, tuple[str, tuple[int, int, int, int, int, int]]] = {
     "Qwen/Qwen3-4B-Base": ("qwen3", (2560, 9728, 36, 32, 8, 151936)),
     "Qwen/Qwen2.5-7B-Instruct": ("qwen2", (3584, 18944, 28, 28, 4, 152064)),
     "Qwen/Qwen2.5-32B": ("qwen2", (5120, 27648, 64, 40, 8, 152064)),
+    "Qwen/Qwen3-30B-A3B-Base": ("qwen3_moe", (2048, 6144, 48, 32, 4, 151936)),
 }
 """Model of a recipe -> its type and sizes: hidden, MLP, layers, heads, heads of keys and values, vocabulary."""
 
@@ -40,10 +42,12 @@ SIZES: dict[str, tuple[str, tuple[int, int, int, int, int, int]]] = {
 def write_config(name: str, directory: Path) -> Path:
     """A directory with the config.json of a model of these sizes; SGLang reads no more before it starts."""
     kind, (hidden, mlp, layers, heads, kv_heads, words) = SIZES[name]
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128}
     config = AutoConfig.for_model(
-        kind, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, vocab_size=words, max_position_embeddings=131072, dtype="bfloat16",
-        architectures=[f"{kind.capitalize()}ForCausalLM"],
+        kind, **(experts if kind == "qwen3_moe" else {}), hidden_size=hidden, intermediate_size=mlp,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=words,
+        max_position_embeddings=131072, dtype="bfloat16",
+        architectures=["".join(part.capitalize() for part in kind.split("_")) + "ForCausalLM"],
     )  # fmt: skip
     path = directory / name.replace("/", "--")
     config.save_pretrained(path)
@@ -73,7 +77,10 @@ def test_sglang_resolves_the_arguments_of_every_gpu_recipe(tmp_path: Path) -> No
     arguments = [
         server_args(
             rollout, models[model], device="cuda", random_seed=7,
-            needs=EngineNeeds(sleeps=sleeps, num_requests=REQUESTS),
+            needs=EngineNeeds(
+                sleeps=sleeps, num_requests=REQUESTS,
+                routes=RouteDetail.experts if SIZES[model][0] == "qwen3_moe" else RouteDetail.none,
+            ),
             quantization=engine_quantization(rollout),
         )
         for model, rollout, sleeps in engines.values()
