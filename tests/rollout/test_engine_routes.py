@@ -107,15 +107,20 @@ def share_equal(found: list[Tensor], expected: list[Tensor]) -> float:
     return (torch.cat(found) == torch.cat(expected)).all(-1).float().mean().item()
 
 
+def share_as_under(model: PreTrainedModel, requests: list[GenerateRequest], generations: list[Generation]) -> float:
+    """The share of (token, layer) pairs whose returned experts are those of a forward of transformers."""
+    found = [returned(*each) for each in zip(requests, generations, strict=True)]
+    expected = [
+        routes_under(model, request.prompt_token_ids + generation.token_ids)[request.first_route : -1]
+        for request, generation in zip(requests, generations, strict=True)
+    ]
+    return share_equal(found, expected)
+
+
 def test_routes_are_those_of_the_weights(case: Case) -> None:
     requests = with_routes(make_requests([*PROMPTS, LONG_PROMPT], num_samples=4, max_new_tokens=20))
     generations = case.engine.generate(requests)
-    found = [returned(*each) for each in zip(requests, generations, strict=True)]
-    expected = [
-        routes_under(case.model, request.prompt_token_ids + generation.token_ids)[:-1]
-        for request, generation in zip(requests, generations, strict=True)
-    ]
-    assert share_equal(found, expected) > 0.995
+    assert share_as_under(case.model, requests, generations) > 0.995
     for request, generation in zip(requests, generations, strict=True):
         assert generation.routes is not None
         factors = torch.from_numpy(np.concatenate(generation.routes.weights)).float()
@@ -144,19 +149,12 @@ def test_a_response_that_goes_on_keeps_its_routes(case: Case, monkeypatch: pytes
         for request, part in zip(requests, begun, strict=True)
     ]
     whole = case.engine.generate(resumed)
-    found = [returned(*each) for each in zip(resumed, whole, strict=True)]
-    expected = [
-        routes_under(case.model, request.prompt_token_ids + each.token_ids)[:-1]
-        for request, each in zip(resumed, whole, strict=True)
-    ]
-    assert share_equal(found, expected) > 0.995
+    assert share_as_under(case.model, resumed, whole) > 0.995
 
 
 def test_a_later_turn_returns_the_routes_that_are_not_known(case: Case) -> None:
     request = replace(with_routes(make_requests([LONG_PROMPT], max_new_tokens=4))[0], first_route=30)
-    [generation] = case.engine.generate([request])
-    expected = routes_under(case.model, LONG_PROMPT + generation.token_ids)[30:-1]
-    assert share_equal([returned(request, generation)], [expected]) > 0.995
+    assert share_as_under(case.model, [request], case.engine.generate([request])) > 0.995
 
 
 def test_routes_stay_those_of_the_weights_that_sampled(
