@@ -5,24 +5,34 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from policy_cases import save_policy
 from safetensors.torch import load_file, save_file
-from test_replay import config_of, replayed, trained
+from test_replay import STEP, close_samples, config_of, replayed, trained
+from test_routing import scoring
 from test_style import ROOT
+from tiny_model import EXPERTS_PER_TOKEN, NUM_EXPERTS, write_tiny_model
 from torch import Tensor
 
 from algorithms.kl import k1, k3
+from rollout.routes import Routes
+from rollout.types import Sample
+from trainer.batch.route_tensors import routes_of
 from trainer.cli.commands import run
+from trainer.config.train import TrainConfig
+from trainer.config.training import Routing
 from trainer.replay import bundle_step
-from trainer.replay.bundle import FORMAT, Bundle, BundleError, read_bundle, write_bundle
+from trainer.replay.bundle import FORMAT, Bundle, BundleError, read_bundle, routes_note, write_bundle
 from trainer.replay.bundle_step import bundle_of
 from trainer.replay.modes import of_bundle
 from trainer.replay.results import replay_bundle
+from trainer.text.plain import size
 
 LENGTHS = [3, 1, 5, 2]
 TOKENS = sum(LENGTHS)
@@ -48,6 +58,12 @@ def supports(size: int) -> dict[str, Tensor]:
     return {"support_sizes": torch.full((TOKENS,), size, dtype=torch.int32), "support_ids": ids}
 
 
+def routes(size: int) -> dict[str, Tensor | None]:
+    """Routes of `size` tokens, of which every response should have as many as it has tokens."""
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    return {"route_lengths": lengths, "routes": torch.zeros(size, 2, 3, dtype=torch.uint8)}
+
+
 def deltas(made: dict[str, Tensor]) -> Tensor:
     return made["old_logprobs"].double() - made["rollout_logprobs"].double()
 
@@ -68,8 +84,8 @@ def test_a_bundle_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_the_mismatch_of_a_bundle_is_that_of_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tensors()
-    for size in (1 << 17, 4):  # all at once, and response by response
-        monkeypatch.setattr(bundle_step, "MICRO_TOKENS", size)
+    for tokens in (1 << 17, 4):  # all at once, and response by response
+        monkeypatch.setattr(bundle_step, "MICRO_TOKENS", tokens)
         metrics = replay_bundle(Bundle(**made), ["tis", "recompute"]).metrics
         assert metrics["mismatch/num_tokens"] == TOKENS
         assert metrics["mismatch/k3"] == pytest.approx(float(k3(deltas(made)).mean()), rel=1e-6)
@@ -158,6 +174,11 @@ def test_without_advantages_nothing_is_said_of_the_loss() -> None:
         ({"support_sizes": torch.ones(TOKENS).int()}, {}, "support_sizes and support_ids belong together"),
         ({**supports(2), "support_ids": torch.ones(9).int()}, {}, "support_ids has 9 entries, the sum of support_si"),
         (supports(-1), {}, "support_sizes must be at least 0"),
+        (routes(TOKENS), {}, "routes need prompt_lengths and prompt_ids beside them"),
+        (routes(TOKENS) | {"routes": torch.zeros(TOKENS)}, {}, "routes must have three dimensions, not shape [11]"),
+        (routes(TOKENS) | {"route_lengths": None}, {}, "route_lengths and routes belong together"),
+        (routes(TOKENS - 1), {}, "routes has 10 entries, the sum of route_lengths is 11"),
+        (routes(TOKENS) | {"route_weights": torch.zeros(11, 2, 1)}, {}, "route_weights must have the shape of routes"),
         ({}, {"step": "twelve"}, "step in the metadata must be a number, not 'twelve'"),
         ({}, {"format": "parity-bundle-9"}, f"is no bundle: its metadata have no format={FORMAT}"),
     ],
@@ -229,3 +250,63 @@ def test_a_report_of_a_bundle_names_the_command_that_writes_its_page(
     write_bundle(Bundle(**tensors()), tmp_path / "b.safetensors")
     assert run(["report", str(tmp_path / "b.safetensors")]) == 2
     assert f"Of a bundle parity replay {tmp_path / 'b.safetensors'} writes the page" in capsys.readouterr().err
+
+
+def mixture_run(path: Path, routing: Routing) -> tuple[TrainConfig, Path, list[Sample]]:
+    """A step of a mixture that replays routes which no router chose, written down in the directory that comes back."""
+    write_tiny_model(path / "model", model_type="qwen3_moe")
+    config = config_of(path / "model")
+    config = replace(config, policy=replace(config.policy, routing=routing))
+    samples, draw = close_samples(), np.random.default_rng(0)
+    for sample in samples:
+        shape = (len(sample.response_mask) - 1, 2, NUM_EXPERTS)
+        experts = draw.permuted(np.broadcast_to(np.arange(NUM_EXPERTS, dtype=np.uint8), shape), axis=-1)
+        factors = draw.random((*shape[:2], EXPERTS_PER_TOKEN)).astype(np.float16)
+        chosen = experts[..., :EXPERTS_PER_TOKEN]
+        sample.routes = Routes((chosen,), (factors,)) if routing is Routing.weights else Routes((chosen,))
+    (path / "run").mkdir()
+    trained(config, path / "model", path / "run", samples=samples)
+    return config, path / "run", samples
+
+
+@pytest.mark.parametrize("routing", [Routing.replay, Routing.weights])
+def test_what_was_written_down_is_scored_with_the_engine_s_routes_to_the_bit(tmp_path: Path, routing: Routing) -> None:
+    config, run_dir, samples = mixture_run(tmp_path, routing)
+    by_key = {(each.prompt_id, each.sample_index): each for each in samples}
+    replay = replayed(config, run_dir)
+    model = scoring(tmp_path / "model")
+    [recorded] = replay.step.ranks[0]
+    for micro, scores in zip(recorded.mini.micro_batches, recorded.scores, strict=True):
+        assert micro.routes is not None
+        assert list(micro.routes) == [by_key[key].routes for key in micro.sample_keys]
+        with torch.no_grad():
+            again = model(micro, temperature=1.0).logprobs
+            live = model(replace(micro, routes=None), temperature=1.0).logprobs
+        assert torch.equal(again, scores.logprobs)
+        assert not torch.equal(live, scores.logprobs)
+    written = bundle_of(replay.step, replay.dump.description, replay.modes[0].config)
+    write_bundle(written, tmp_path / "b.safetensors")
+    bundle = read_bundle(tmp_path / "b.safetensors")
+    found = routes_of(dict(bundle.tensors()))
+    assert found is not None and bundle.metadata["routing"] == routing.name
+    keys = [key for micro in recorded.mini.micro_batches for key in micro.sample_keys]
+    assert list(found) == [by_key[key].routes for key in keys]
+    assert routes_note(bundle) is None
+
+
+def test_routes_are_in_a_bundle_if_asked_for_and_missing_ones_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run_dir, _ = mixture_run(tmp_path, Routing.replay)
+    words = ["replay", str(run_dir), f"step={STEP}", "modes=tis"]
+    assert run([*words, f"bundle={tmp_path / 'whole.safetensors'}", "routes=true"]) == 0
+    whole = read_bundle(tmp_path / "whole.safetensors")
+    assert whole.routes is not None
+    assert f"Routes take {size(whole.routes.nbytes)}" in capsys.readouterr().out
+    assert run([*words, f"bundle={tmp_path / 'few.safetensors'}"]) == 0
+    assert read_bundle(tmp_path / "few.safetensors").routes is None
+    assert "routes=true" in capsys.readouterr().out
+    assert run(["replay", str(tmp_path / "few.safetensors"), "modes=tis"]) == 0
+    assert "has no routes" in capsys.readouterr().out
+    assert run([*words, "routes=true"]) == 2
+    assert "bundle" in capsys.readouterr().err

@@ -169,13 +169,14 @@ parity eval <recipe> checkpoint=<directory or none> [flags] [group=option ...] [
   default outputs/evals/<recipe>/<time>.
 """, _BEST, _CONFIG_DIR),
     CommandParser("""\
-parity replay <run.dir> step=N [modes=NAME,...] [out=DIR] [bundle=FILE]
+parity replay <run.dir> step=N [modes=NAME,...] [out=DIR] [bundle=FILE] [routes=true]
 parity replay <bundle> [modes=NAME,...] [out=DIR] [bundle=FILE]
 
   step=N               a step that the run wrote down (dump.every=<steps>)
   modes=tis,mis        modes and presets to score it under; without it all of them
   out=DIR              where replay.json and replay.html go; without it <run.dir>/replay/step_<N>
   bundle=FILE          write the step as a bundle too: one file for other people
+  routes=true          with the experts that the engine chose for each token of a mixture, which parity diagnose uses
 
   <bundle>: a step of any trainer in one safetensors file (docs/bundle.md): its mismatch, by probability and position,
   and every correction with its defaults. Files that NeMo-RL, prime-rl, slime and miles write are read too,

@@ -6,6 +6,7 @@ The plan depends on the configuration and this machine only: no torch, no Ray, n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from trainer.compose.compose import Resolution
 from trainer.config.guard import MismatchGuardConfig, WatchConfig
 from trainer.config.outputs import DUMP_BYTES_PER_TOKEN, SCORE_BYTES_PER_TOKEN
 from trainer.config.train import TrainConfig
-from trainer.config.training import Resume
+from trainer.config.training import Resume, Routing
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
 from trainer.limits.estimate import batch_shape, model_shape
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
@@ -174,6 +175,11 @@ def _checkpoints(config: TrainConfig) -> str:
 def _dumps(config: TrainConfig) -> str:
     """Frequency of dumps, and the largest size of a dump on disk."""
     per_token = DUMP_BYTES_PER_TOKEN + (config.batch.passes - 1) * SCORE_BYTES_PER_TOKEN
+    with_weights = config.policy.routing is Routing.weights
+    if config.policy.routing is not Routing.live:
+        with suppress(UnknownShapeError):
+            shape = model_shape(config)
+            per_token += shape.num_layers * shape.experts_per_token * (3 if with_weights else 1)
     at_most = size(batch_shape(config).tokens_per_step * per_token)
     return (
         f"every {counted(config.dump.every, 'step')} for parity replay, the newest {config.dump.keep} stay; "

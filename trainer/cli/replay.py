@@ -18,6 +18,7 @@ from trainer.compose.outcome import report
 from trainer.replay.modes import all_names, name_problems, of_bundle
 from trainer.rundir.dump import way_to_a_dump
 from trainer.rundir.run_dir import unusable_problem
+from trainer.text.plain import size
 
 if TYPE_CHECKING:
     from trainer.replay.results import Replay
@@ -30,7 +31,7 @@ OF_FILE = ("modes", "out", "bundle")
 
 def run_replay(words: Sequence[str]) -> int:
     """Run `parity replay <words>`; return the exit code."""
-    found = read_words(words, command="replay", of_run=("step", *OF_FILE), of_file=OF_FILE)
+    found = read_words(words, command="replay", of_run=("step", *OF_FILE, "routes"), of_file=OF_FILE)
     source, given, problems = found.source, found.given, found.problems
     if source is not None and found.is_run and "step" not in given:
         remedy = f"Write step=N. {way_to_a_dump(source)}"
@@ -39,6 +40,10 @@ def run_replay(words: Sequence[str]) -> int:
     names = [name for name in given.get("modes", "").strip("[]").split(",") if name]
     problems += name_problems(names, known=every)
     bundle = Path(given["bundle"]) if given.get("bundle") else None
+    if given.get("routes", "true") not in ("true", "false"):
+        problems.append(Problem(key="routes", rule="must be true or false", value=given["routes"]))
+    if "routes" in given and bundle is None:
+        problems.append(Problem(key="bundle", rule="is missing", value=NOT_SET, remedy="routes= needs bundle=FILE."))
     if bundle is not None and (unusable := unusable_problem("bundle", bundle.parent)) is not None:
         problems.append(unusable)
     if source is None or problems or not (out := found.out(source, OUTPUT, f"step_{found.step or 0:06d}")):
@@ -50,7 +55,7 @@ def _replayed(
     found: StepWords, source: Path, modes: Sequence[str], out: Path, bundle: Path | None
 ) -> tuple[str, list[Path]]:
     # Imported late, because these lines import torch.
-    from trainer.replay.bundle import write_bundle
+    from trainer.replay.bundle import route_bytes, routes_note, write_bundle
     from trainer.replay.bundle_step import bundle_of
     from trainer.replay.peers.recognise import read_any
     from trainer.replay.results import replay_bundle, replay_step
@@ -62,12 +67,18 @@ def _replayed(
     else:
         read = read_any(source, step=found.step)
         replay = replay_bundle(read, modes)
-    files = replay.write(out)
+    text = render_replay(replay)
     if bundle is not None:
+        if found.is_run:
+            wanted = found.given.get("routes") == "true"
+            read = bundle_of(replay.step, dump.description, config, with_routes=wanted)
+            if wanted:
+                text += f"Routes take {size(route_bytes(read))} of {bundle}.\n"
+            elif (note := routes_note(read)) is not None:
+                text += f"{note}.\n"
         bundle.parent.mkdir(parents=True, exist_ok=True)
-        write_bundle(bundle_of(replay.step, dump.description, config) if found.is_run else read, bundle)
-        files.append(bundle)
-    return render_replay(replay), files
+        write_bundle(read, bundle)
+    return text, [*replay.write(out), *([] if bundle is None else [bundle])]
 
 
 def render_replay(replay: Replay) -> str:

@@ -101,7 +101,8 @@ class DumpConfig(Checked):
     """Number of rollout steps between dumps of a batch; 0 writes no dump."""
     keep: int = ruled(4, at_least(1), remedy="dump.every=0 writes none.")
     """Number of newest dumps kept on disk; a dump takes 21 to 41 bytes per response token, 5 bytes per prompt token
-    and, with truncated sampling, 4 bytes more per response token and per kept token."""
+    and, with truncated sampling, 4 bytes more per response token and per kept token. A mixture that replays routes adds
+    1 byte per layer and expert of each token, 3 with policy.routing=weights."""
 
     def is_due(self, step: int) -> bool:
         """True if the batch of rollout step `step` (1-based) is dumped."""

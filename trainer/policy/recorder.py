@@ -6,6 +6,8 @@
                                               sample_index), sample_numbers [N] int64
     <optimizer step>/<micro-batch>/support_*  support_sizes [R] int32 and support_ids [K] int32 of TokenSupports, in the
                                               first pass over a rollout of truncated sampling
+    <optimizer step>/<micro-batch>/route*     see `trainer/batch/route_tensors.py`, in the first pass of a run that
+                                              replays routes
     samples/<name>                            StepSamples, in the file of rank 0
 
 Micro-batches keep their boundaries and their order, so sums over the micro-batches, made again, are the same to the
@@ -25,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainer.batch.route_tensors import route_tensors
 from trainer.batch.train_batch import RankMiniBatch, StepSamples, TokenScores
 from trainer.rundir.dump import OptimizerStep, RankFile
 from trainer.rundir.sealed_directory import FileRecord, describe_file
@@ -81,6 +84,8 @@ class StepRecorder:
             }
         if not again and micro.supports is not None:
             tensors |= {"support_sizes": micro.supports.sizes, "support_ids": micro.supports.token_ids}
+        if not again and micro.routes is not None:
+            tensors |= route_tensors(micro.routes)
         # A tensor that shares its memory with another one is refused by safetensors, so each is a copy.
         self._tensors |= {
             f"{len(self._steps) - 1}/{position}/{name}": value.cpu().clone(memory_format=torch.contiguous_format)

@@ -17,12 +17,16 @@ All other tensors are optional:
     prompt_ids        [P] int32      ids of the prompts, one after the other: with token_ids, `parity diagnose` can read
     support_sizes     [R] int32      number of tokens from which truncated sampling drew; 0 for the whole vocabulary
     support_ids       [K] int32      their ids, one token after the other: both log-probs are then those among them
+    route_lengths     [N] int32      tokens of prompt and response whose experts are known: the first ones
+    routes            [Q, L, E]      integers: the experts that the engine chose for them, of each layer with experts
+    route_weights     [Q, L, E] float16    the factors of the experts' outputs, where the trainer takes the engine's
 
 The metadata of the file are texts: `format` (FORMAT), `producer`, and where known `step`, `version` (optimizer steps of
-the weights at the start of the step), `temperature`, `trainer_dtype`, `rollout_dtype` and `quantization`. R: response
-tokens of all responses, one after the other; N: responses; P: tokens of all prompts; K: sum of support_sizes. A
-response token takes 8 bytes, and 29 with everything but supports. Nothing in the file is executed. docs/bundle.md shows
-how to write one in another trainer.
+the weights at the start of the step), `temperature`, `trainer_dtype`, `rollout_dtype`, `quantization` and `routing`
+(replay or weights where the trainer used the engine's experts). R: response tokens of all responses, one after the
+other; N: responses; P: tokens of all prompts; K: sum of support_sizes; Q: sum of route_lengths. A response token takes
+8 bytes, and 29 with everything but supports and routes. Nothing in the file is executed. docs/bundle.md shows how to
+write one in another trainer.
 """
 
 from __future__ import annotations
@@ -49,13 +53,16 @@ OF_TOKENS = {
 """Tensor [R] -> the type in which it is written; another one of the same kind is read too."""
 OF_RESPONSES = {
     "lengths": torch.int32, "rewards": torch.float32, "groups": torch.int64, "prompt_lengths": torch.int32,
+    "route_lengths": torch.int32,
 }  # fmt: skip
 """Tensor [N] -> the type in which it is written."""
 OF_PROMPTS = {"prompt_ids": torch.int32}
 """Tensor [P] -> the type in which it is written."""
 OF_SUPPORTS = {"support_ids": torch.int32}
 """Tensor [K] -> the type in which it is written."""
-KINDS = OF_TOKENS | OF_RESPONSES | OF_PROMPTS | OF_SUPPORTS
+OF_ROUTES = {"routes": torch.uint8, "route_weights": torch.float16}
+"""Tensor [Q, L, E] -> the type in which it is written; experts beyond 255 keep the type that they have."""
+KINDS = OF_TOKENS | OF_RESPONSES | OF_PROMPTS | OF_SUPPORTS | OF_ROUTES
 NUMBERS = ("step", "version", "temperature")
 """Metadata that are numbers."""
 
@@ -82,6 +89,9 @@ class Bundle:
     prompt_ids: Tensor | None = None
     support_sizes: Tensor | None = None
     support_ids: Tensor | None = None
+    route_lengths: Tensor | None = None
+    routes: Tensor | None = None
+    route_weights: Tensor | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Texts of the file, without `format`."""
 
@@ -105,12 +115,33 @@ class Bundle:
                 yield each.name, value
 
 
+def routes_note(bundle: Bundle) -> str | None:
+    """A sentence on routes that the trainer used and the bundle does not have."""
+    if bundle.routes is not None or "routing" not in bundle.metadata:
+        return None
+    return (
+        f"The trainer used the experts that the engine chose (policy.routing={bundle.metadata['routing']}), and this "
+        "has no routes: parity replay <run.dir> step=N bundle=FILE routes=true writes them"
+    )
+
+
+def route_bytes(bundle: Bundle) -> int:
+    """Bytes of the routes. Raises BundleError if there are none."""
+    if bundle.routes is None:
+        raise BundleError(
+            "the step has no routes: its model is dense, policy.routing=live, or a version of Parity that left them "
+            "out wrote the dump. Leave routes= out"
+        )
+    return sum(each.nbytes for each in (bundle.routes, bundle.route_weights) if each is not None)
+
+
 def write_bundle(bundle: Bundle, path: Path) -> None:
     """Write `bundle` to the file `path`, which is replaced. Raises BundleError if its tensors do not fit each other."""
     tensors = dict(bundle.tensors())
     if problems := list(_problems(tensors, bundle.metadata)):
         raise BundleError(f"{path} was not written: {'; '.join(problems)}")
-    written = {name: tensor.detach().cpu().to(KINDS[name]).contiguous().clone() for name, tensor in tensors.items()}
+    kinds = KINDS if bundle.routes is None else KINDS | {"routes": bundle.routes.dtype}
+    written = {name: tensor.detach().cpu().to(kinds[name]).contiguous().clone() for name, tensor in tensors.items()}
     save_file(written, path, metadata={**bundle.metadata, "format": FORMAT})
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody else read it, and a bundle is for others
 
@@ -138,8 +169,9 @@ def _problems(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Ite
     for name, tensor in tensors.items():
         if name not in KINDS:
             yield f"{name} is not known; a bundle has {', '.join(KINDS)}"
-        elif tensor.dim() != 1:
-            yield f"{name} must have one dimension, not shape {list(tensor.shape)}"
+        elif tensor.dim() != (wanted := 3 if name in OF_ROUTES else 1):
+            dimensions = "three dimensions" if wanted == 3 else "one dimension"
+            yield f"{name} must have {dimensions}, not shape {list(tensor.shape)}"
         elif tensor.dtype.is_floating_point != KINDS[name].is_floating_point:
             yield f"{name} must be of type {KINDS[name]} or one of its kind, not {tensor.dtype}"
     for name in NUMBERS:
@@ -158,6 +190,7 @@ def _problems(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Ite
     for counts_name, ids_name, least, kinds in (
         ("prompt_lengths", "prompt_ids", 1, OF_PROMPTS),
         ("support_sizes", "support_ids", 0, OF_SUPPORTS),
+        ("route_lengths", "routes", 0, OF_ROUTES),
     ):
         counts = tensors.get(counts_name)
         if (counts is None) != (ids_name not in tensors):
@@ -171,8 +204,14 @@ def _problems(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Ite
         yield "support_ids must be at least 0"
     for names, wanted, of in sizes:
         for name in names:
-            if name in tensors and tensors[name].dim() == 1 and len(tensors[name]) != wanted:
+            fits = name in tensors and tensors[name].dim() == (3 if name in OF_ROUTES else 1)
+            if fits and len(tensors[name]) != wanted:
                 yield f"{name} has {len(tensors[name]):,} entries, the {of} is {wanted:,}"
+    routes, weights = tensors.get("routes"), tensors.get("route_weights")
+    if weights is not None and (routes is None or weights.shape != routes.shape):
+        yield "route_weights must have the shape of routes"
+    if routes is not None and "prompt_lengths" not in tensors:
+        yield "routes need prompt_lengths and prompt_ids beside them"
 
 
 def _as_number(text: str) -> float | None:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rollout.routes import Routes
+from trainer.batch.route_tensors import route_tensors
 from trainer.batch.train_batch import DecoderInputs, MicroBatch, RankMiniBatch, StepSamples, TokenScores
 from trainer.config.train import TrainConfig
 from trainer.replay.bundle import Bundle
@@ -59,9 +61,12 @@ def step_of(bundle: Bundle) -> RecordedStep:
     return RecordedStep(ranks=[[RecordedMini(mini=mini, scores=scores)]], samples=samples)
 
 
-def bundle_of(step: RecordedStep, description: DumpDescription, config: TrainConfig) -> Bundle:
+def bundle_of(
+    step: RecordedStep, description: DumpDescription, config: TrainConfig, *, with_routes: bool = True
+) -> Bundle:
     """The first optimizer step of a dump on every rank, as a bundle: later ones have no log-probs of the start."""
     parts: dict[str, list[Tensor]] = defaultdict(list)
+    routes: list[Routes] = []
     firsts = [rank[0] for rank in step.ranks]
     pairs = [pair for each in firsts for pair in zip(each.mini.micro_batches, each.scores, strict=True)]
     for micro, scores in pairs:
@@ -88,6 +93,9 @@ def bundle_of(step: RecordedStep, description: DumpDescription, config: TrainCon
         for name, value in wide.items():
             if value is not None:
                 parts[name].append(value[places])
+        if with_routes:
+            ends = zip(micro.routes or [Routes(())] * len(prompts), prompts, responses, strict=True)
+            routes += [each.first(end - begin) for each, (begin, _), (_, end) in ends]
         parts["lengths"].append(torch.tensor([end - begin for begin, end in responses]))
         parts["prompt_lengths"].append(torch.tensor([end - begin for begin, end in prompts]))
         parts["prompt_ids"] += [micro.token_ids[begin:end] for begin, end in prompts]
@@ -98,7 +106,7 @@ def bundle_of(step: RecordedStep, description: DumpDescription, config: TrainCon
         del tensors["logprobs"]
     if bool(tensors["mask"].all()):
         del tensors["mask"]
-    return Bundle(**tensors, metadata=_metadata(description, config))
+    return Bundle(**tensors, **route_tensors(routes), metadata=_metadata(description, config))
 
 
 def _spans(micro: MicroBatch) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -125,7 +133,13 @@ def _metadata(description: DumpDescription, config: TrainConfig) -> dict[str, st
         "trainer_dtype": config.policy.dtype.value,
         "rollout_dtype": config.rollout.dtype.value,
         "quantization": config.rollout.quantization.value,
+        **({"routing": config.policy.routing.value} if used_routes(description) else {}),
     }
+
+
+def used_routes(description: DumpDescription) -> bool:
+    """True if the trainer used the experts that the engine chose."""
+    return description.metrics.get("mismatch/routes_changed") is not None
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainer.batch.packing import decoder_inputs
+from trainer.batch.route_tensors import routes_of
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, TokenScores, TokenSupports
 from trainer.policy.recorder import OF_BATCH, OF_SCORES, SAMPLES
 from trainer.rundir.dump import Dump, RankFile
@@ -108,6 +109,6 @@ def _read_micro(tensors: Mapping[str, Tensor]) -> MicroBatch:
         sample_keys=[(prompt_id, sample_index) for prompt_id, sample_index in keys],
         sample_numbers=tensors["sample_numbers"],
         supports=TokenSupports(tensors["support_sizes"], tensors["support_ids"]) if "support_ids" in tensors else None,
-        routes=None,
+        routes=routes_of(tensors),
         **wide,
     )

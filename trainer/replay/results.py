@@ -23,7 +23,7 @@ from trainer.config.guard import MismatchGuardConfig, Reading
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, BatchConfig
 from trainer.policy.step import compared_logprobs
-from trainer.replay.bundle import Bundle
+from trainer.replay.bundle import Bundle, routes_note
 from trainer.replay.bundle_step import step_of
 from trainer.replay.modes import RUN, Mode, RefusedMode, chosen_modes
 from trainer.replay.recorded import RecordedStep, read_step
@@ -256,6 +256,7 @@ class BundleReplay(Replay):
         ]
         if bundle.advantages is None:
             lines.append("the bundle has no advantages: loss and learning rates are not known (-)")
+        lines += filter(None, [routes_note(bundle)])
         names = [mode.name for mode in self.modes if not mode.config.needs_old_logprobs]
         if bundle.logprobs is not None and names:
             held = "the weights have no pi_old, so they hold the optimizer steps before too"
