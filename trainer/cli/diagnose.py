@@ -12,6 +12,7 @@ import math
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from algorithms.config import NOT_SET, Problem
@@ -131,6 +132,7 @@ def _diagnosed(
     from trainer.diagnose.results import facts, part_rows, write_diagnosis
     from trainer.diagnose.sources import settings_of, step_of_run
     from trainer.diagnose.without_model import diagnose_numbers
+    from trainer.replay.bundle import routes_note
     from trainer.replay.peers.recognise import read_any
     from trainer.report.page import write_report
 
@@ -145,6 +147,8 @@ def _diagnosed(
             bundle, models = of_run.bundle, of_run.models
         else:
             bundle = read_any(found.source, step=step)
+        if (note := routes_note(bundle)) is not None:  # also where the rest is refused, perhaps because of it
+            to_stderr(f"{NAME}: {note}\n")
         evidence = evidence_of(bundle, max_tokens=int(found.given.get("tokens", MAX_TOKENS)))
         if not models or not evidence.can_be_read:
             diagnosis = diagnose_numbers(evidence)
@@ -152,6 +156,8 @@ def _diagnosed(
             scorer = LogprobScorer(models, evidence, device=found.given.get("device", "cpu"))
             settings = settings_of(bundle.metadata, found.given)
             diagnosis = diagnose(scorer, settings, progress=lambda text: to_stderr(f"{NAME}: {text}\n"))
+        if note is not None:
+            diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note))
     files = write_diagnosis(diagnosis, out, title=f"diagnosis of {found.source.resolve().name}")
     if found.is_run and out == found.source / OUTPUT:
         write_report(found.source)  # which shows the answer too

@@ -18,6 +18,7 @@ from trainer.diagnose.case import Candidate, Case, misfit
 from trainer.diagnose.evidence import Evidence, k3_between
 from trainer.diagnose.ladder import NOISE, SOLVED, Explanation, explain
 from trainer.diagnose.logprob_scorer import LogprobScorer, OtherWeightsError
+from trainer.diagnose.routing import RoutingPart, routing_part
 from trainer.diagnose.rungs import fitted_temperature, other_orders, precision
 from trainer.diagnose.scoring import Scoring
 
@@ -46,6 +47,8 @@ class Settings:
     engine_dtype: DType = DType.float32
     quantization: Quantization = Quantization.none
     """Of the engine."""
+    replays_routes: bool = False
+    """True if the trainer used the experts that the engine chose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +78,8 @@ class Diagnosis:
     """The largest first."""
     unexplained: float
     """What of K3 is left, nats per token."""
+    routing: RoutingPart | None = None
+    """None for a dense model, and where nobody knows what the engine chose."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -92,11 +97,15 @@ def diagnose(scorer: LogprobScorer, settings: Settings, *, progress: Callable[[s
     base = Scoring(temperature=1.0 if settings.temperature is None else settings.temperature)
     if settings.trainer_dtype is settings.engine_dtype:  # both round alike: no part of the mismatch
         base = base.computed_in(settings.trainer_dtype)
+    notes: list[str] = []
+    routing = None if scorer.mixture is None else _routing(scorer, base, settings, notes)
+    if routing is not None:
+        base = base.with_body(replays=routing.is_replayed)
+    evidence = scorer.evidence  # with the routes that were estimated
     cases = {
         "trainer": Case(scorer=scorer, target=evidence.trainer, mask=evidence.mask),
         "engine": Case(scorer=scorer, target=evidence.engine, mask=evidence.mask),
     }
-    notes: list[str] = []
     if settings.temperature is None:
         base = _temperature_of(cases["trainer"], base, notes)
     dtypes = {"trainer": settings.trainer_dtype, "engine": settings.engine_dtype}
@@ -116,12 +125,33 @@ def diagnose(scorer: LogprobScorer, settings: Settings, *, progress: Callable[[s
             if candidate.name == "rounded weights" and candidate.scoring.body.rounded is dtypes[side]
         ]
         noise = noises[side] if climbs else math.inf
-        found[side] = explain(case, base, expected=rounds, noise=noise, progress=tell)
+        # What the engine did has the experts that it chose in it; how the trainer differs is a part.
+        definition = base.with_body(replays=base.body.replays or (side == "engine" and routing is not None))
+        found[side] = explain(case, definition, expected=rounds, noise=noise, progress=tell)
     if apart > 0:
         _refuse_other_weights(cases, found, apart, noises)
     if (of_age := age_note(evidence)) is not None:
         notes.append(of_age)
-    return _Walk(evidence, scorer, settings, found, noises).diagnosis(notes)
+    return replace(_Walk(evidence, scorer, settings, found, noises, routing).diagnosis(notes), routing=routing)
+
+
+def _routing(scorer: LogprobScorer, base: Scoring, settings: Settings, notes: list[str]) -> RoutingPart | None:
+    """What the choice of experts makes of K3; None if nobody knows what the engine chose."""
+    is_recorded = scorer.evidence.routes is not None
+    if not is_recorded:
+        engine = base.computed_in(settings.engine_dtype).with_body(quantization=settings.quantization)
+        if engine.body == base.body:
+            notes.append(
+                "the engine's choice of experts was not written down, and both sides are said to do the same "
+                "arithmetic: what the choice makes of K3 is not known (policy.routing=replay writes it down)"
+            )
+            return None
+        scorer.take_routes(engine.body)
+        notes.append(
+            "the engine's choice of experts was not written down: it is estimated by reading the tokens again as the "
+            "engine is said to compute"
+        )
+    return routing_part(scorer, base, is_replayed=settings.replays_routes, is_recorded=is_recorded)
 
 
 def age_note(evidence: Evidence) -> str | None:
@@ -185,7 +215,9 @@ class _Walk:
         settings: Settings,
         found: dict[str, Explanation],
         noises: dict[str, float],
+        routing: RoutingPart | None,
     ) -> None:
+        self._routing = None if routing is None or routing.is_replayed else routing
         self._evidence, self._scorer, self._settings = evidence, scorer, settings
         self._trainer, self._engine, self._noises = found["trainer"], found["engine"], noises
         self._target, self._mask = evidence.engine, evidence.mask
@@ -197,11 +229,15 @@ class _Walk:
         """Walk, and say what was found."""
         if self._trainer.causes or self._engine.causes:
             self._from_trainer()
+            if self._routing is not None:
+                self._take("trainer", _own_experts(self._routing, self._engine.base), self._to(self._engine.base))
             self._to_engine()
+        elif self._routing is not None:
+            self._take("trainer", _own_experts(self._routing, self._engine.base), self._routing.k3_replayed)
         self._rest()
         if not self._engine.causes and not self._trainer.causes:
             notes.append(_order_note(self._engine.case, self._engine.base, self._settings.engine_dtype))
-        kept = [part for part in self._parts if abs(part.k3) > LEAST_PART * self._whole]
+        kept = [part for part in self._parts if part.name == "routing" or abs(part.k3) > LEAST_PART * self._whole]
         self._unexplained += sum(part.k3 for part in self._parts) - sum(part.k3 for part in kept)
         return Diagnosis(
             evidence=self._evidence,
@@ -296,7 +332,7 @@ def _part(side: str, cause: Candidate, k3: float, settings: Settings, evidence: 
 
 def _is_expected(side: str, cause: Candidate, settings: Settings, evidence: Evidence) -> bool:
     """True for arithmetic in the types that this side is said to have, and for an age that is written down."""
-    if cause.is_order:
+    if cause.is_order or cause.name == "routing":
         return True
     body = cause.scoring.body
     dtype = settings.engine_dtype if side == "engine" else settings.trainer_dtype
@@ -308,6 +344,15 @@ def _is_expected(side: str, cause: Candidate, settings: Settings, evidence: Evid
     if cause.name in ("rounded weights", "arithmetic"):
         return dtype is (body.rounded if cause.name == "rounded weights" else body.arithmetic)
     return cause.name == "head precision" and dtype is cause.scoring.head
+
+
+def _own_experts(routing: RoutingPart, scoring: Scoring) -> Candidate:
+    return Candidate(
+        name="routing",
+        what=f"chooses other experts than the engine for {routing.tokens_rerouted:.1%} of the tokens",
+        remedy="policy.routing=replay",
+        scoring=scoring,
+    )
 
 
 def _own_arithmetic(side: str, dtype: DType, scoring: Scoring) -> Candidate:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from algorithms.kl import k3
+from rollout.routes import Routes
+from trainer.batch.route_tensors import routes_of
 from trainer.batch.train_batch import TokenSupports
 from trainer.replay.bundle import Bundle, BundleError
 
@@ -37,6 +39,8 @@ class Evidence:
     """[R] int64: optimizer steps since the weights that sampled the token; None where nobody wrote it down."""
     supports: TokenSupports | None = None
     """[R]: what truncated sampling kept beside each token; None if nothing was truncated, or nobody wrote it down."""
+    routes: Sequence[Routes] | None = None
+    """The experts that the engine chose for the tokens of each prompt and response; None if nobody wrote them down."""
     num_tokens: int
     """Sampled tokens of the whole bundle."""
     k3: float
@@ -64,6 +68,7 @@ class Evidence:
             mask=of(self.mask),
             lags=None if self.lags is None else of(self.lags),
             supports=None if self.supports is None else self.supports.taken(of(torch.arange(len(self.engine)))),
+            routes=self.routes and [self.routes[number] for number in numbers],
         )
 
 
@@ -103,6 +108,7 @@ def evidence_of(bundle: Bundle, *, max_tokens: int) -> Evidence:
         mask=mask,
         lags=bundle.lags(),
         supports=supports,
+        routes=routes_of(dict(bundle.tensors())),
         num_tokens=int(mask.sum()),
         k3=k3_between(engine, trainer, mask),
     )

@@ -14,18 +14,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rollout.config import DType, Quantization
+from rollout.model.routing import RouterTap, routers
+from rollout.routes import Routes
+from rollout.weights.experts import mixture_of
 from rollout.weights.packed_weights import DTYPES
 from rollout.weights.quantization import on_grid, round_inputs
 from trainer.diagnose.evidence import Evidence
 from trainer.diagnose.scoring import Body, EditKind, Prompt, Scoring, TensorEdit
-from trainer.policy.model import load_causal_lm
+from trainer.policy.model import decoder_layers, load_causal_lm
 from trainer.rundir.run_dir import StartError
 from trainer.scoring.logprob_head import cut_outside
+from trainer.scoring.routing import Replay, make_replayable
 
 BATCH_TOKENS = 2048
 """Padded tokens that are read at a time."""
@@ -61,6 +66,8 @@ class LogprobScorer:
         """Kind of model -> name -> what the parameter holds at present."""
         self._sources = [_parameters(self._load(path)) for path in models]
         self._targets = torch.cat(evidence.responses).to(self._device)
+        self.mixture = mixture_of(self._model(Body()).config.to_dict())
+        """None for a dense model."""
         self._check(models)
         self._hidden: OrderedDict[Body, Tensor] = OrderedDict()
 
@@ -71,6 +78,30 @@ class LogprobScorer:
         other._targets = torch.cat(other.evidence.responses).to(self._device)
         other._hidden = OrderedDict()
         return other
+
+    def take_routes(self, body: Body) -> None:
+        """Estimate what the engine chose, where nobody wrote it down: the experts that `body` chooses."""
+        routes = [Routes((experts.numpy().astype(np.int32),)) for experts in self.chosen(body)]
+        self.evidence = replace(self.evidence, routes=routes)
+
+    def chosen(self, body: Body) -> list[Tensor]:
+        """[tokens, L, K] int64, in ascending order: the experts for each prompt and response, under `body`."""
+        assert self.mixture is not None
+        layers: list[Tensor] = []
+
+        def record(experts: Tensor) -> Tensor:
+            layers.append(experts.sort(dim=-1).values.cpu())
+            return experts
+
+        model, found = self._model(body), {}
+        self._hold(model, body)
+        with torch.inference_mode(), _library(body), RouterTap(self.mixture, record):
+            for numbers, _ in self._read(model, body, list(range(len(self.evidence.lengths)))):
+                rows = torch.stack(layers, dim=1).unflatten(0, (len(numbers), -1))
+                layers.clear()
+                for number, row in zip(numbers, rows, strict=True):
+                    found[number] = row[: len(self.evidence.prompts[number]) + self.evidence.lengths[number]]
+        return [found[number] for number in range(len(found))]
 
     @property
     def num_weights(self) -> int:
@@ -162,9 +193,24 @@ class LogprobScorer:
                 f"{int(tokens.max()):,}: give the model that sampled them"
             )
         shapes = {name: each.shape for name, each in self._sources[0].items()}
+        if self.evidence.routes is not None:
+            self._check_routes(self.evidence.routes)
         for path, tensors in zip(models[1:], self._sources[1:], strict=True):
             if {name: each.shape for name, each in tensors.items()} != shapes:
                 raise OtherWeightsError(f"older={path} has other tensors than {models[0]}: it is another model")
+
+    def _check_routes(self, routes: Sequence[Routes]) -> None:
+        """Raise OtherWeightsError if the routes are not of this model."""
+        layers = len(routers(self._model(Body())))
+        wanted = (layers, *self.mixture[1:]) if self.mixture is not None else None
+        for each in routes:
+            shapes = {part.shape[1:] for part in each.parts}
+            wrong = shapes - {wanted} or (each.problem(self.mixture.number) if self.mixture is not None else "")
+            if wrong:
+                raise OtherWeightsError(
+                    f"the routes of the bundle have {wrong}, and model={self._path} has (layers, experts of a token) "
+                    f"{wanted}: give the model that sampled them"
+                )
 
     def _model(self, body: Body) -> PreTrainedModel:
         """The model for the arithmetic of `body`, whatever it holds."""
@@ -175,6 +221,8 @@ class LogprobScorer:
                 del self._held[oldest]
             model = self._load(self._path, dtype=DTYPES[body.arithmetic.name])
             round_inputs(model, body.quantization)
+            if (mixture := mixture_of(model.config.to_dict())) is not None:
+                make_replayable(decoder_layers(model.get_decoder()), mixture)
             self._models[kind], self._held[kind] = model, {}
         self._models.move_to_end(kind)
         return self._models[kind]
@@ -229,7 +277,7 @@ class LogprobScorer:
         prompts = {number: self._prompt(body.prompt, self.evidence.prompts[number]) for number in responses}
         if body.prefix is not None or body.decoded:
             for number in responses:
-                yield [number], self._read_with_cache(model, body, prompts[number], self.evidence.responses[number])
+                yield [number], self._read_with_cache(model, body, number, prompts[number])
             return
         for numbers in _batches([len(prompts[n]) + self.evidence.lengths[n] for n in responses], alone=body.alone):
             batch = [responses[number] for number in numbers]
@@ -240,7 +288,8 @@ class LogprobScorer:
                 tokens[row, : len(each)] = each
                 positions[row, : len(each)] = _positions(body, len(prompts[number]), len(each))
             # What comes after a response does not reach it: attention looks back only.
-            states = self._decoder(model, tokens, positions).last_hidden_state
+            routes = self._replay(body, batch, range(longest))
+            states = self._decoder(model, tokens, positions, routes=routes).last_hidden_state
             yield (
                 batch,
                 torch.cat(
@@ -251,27 +300,60 @@ class LogprobScorer:
                 ),
             )
 
-    def _read_with_cache(self, model: PreTrainedModel, body: Body, prompt: Tensor, response: Tensor) -> Tensor:
-        """[L, H]: the prompt is read first, perhaps with other weights, then the response behind it."""
+    def _read_with_cache(self, model: PreTrainedModel, body: Body, number: int, prompt: Tensor) -> Tensor:
+        """[L, H]: the prompt is read first, perhaps with other weights, then the response `number` behind it."""
+        response = self.evidence.responses[number]
         positions = _positions(body, len(prompt), len(prompt) + len(response))[None]
         cache = DynamicCache()
+
+        def routes(begin: int, end: int) -> Replay | None:
+            return self._replay(body, [number], range(begin, min(end, positions.shape[1])))
+
         if body.prefix is not None:
             self._hold(model, replace(body, weights=body.prefix, share=1.0))
         # The last token of the prompt predicts the first one of the response: it is read with the response.
         tokens = torch.cat([prompt, response])[None]
         first = len(prompt) - 1
         if first:
-            self._decoder(model, tokens[:, :first], positions[:, :first], cache)
+            self._decoder(model, tokens[:, :first], positions[:, :first], cache, routes(0, first))
         self._hold(model, body)
         step = 1 if body.decoded else len(response)
         found = [
-            self._decoder(model, tokens[:, begin : begin + step], positions[:, begin : begin + step], cache)
-            .last_hidden_state[0]
+            self._decoder(
+                model, tokens[:, begin : begin + step], positions[:, begin : begin + step], cache,
+                routes(begin, begin + step),
+            ).last_hidden_state[0]
             for begin in range(first, first + len(response), step)
         ]  # fmt: skip
         return torch.cat(found)
 
-    def _decoder(self, model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: Any = None) -> Any:
+    def _replay(self, body: Body, responses: Sequence[int], places: range) -> Replay | None:
+        """What the engine chose for the tokens at `places` of these responses; None for the model's own choice."""
+        if not body.replays or self.evidence.routes is None or body.prompt is not Prompt.whole:
+            return None
+        routes = [self.evidence.routes[number].merged() for number in responses]
+        shape = next(each.parts[0].shape[1:] for each in self.evidence.routes if len(each))
+        experts = torch.zeros(len(routes), len(places), *shape, dtype=torch.int64)
+        known = torch.zeros(experts.shape[:2], dtype=torch.bool)
+        weights = torch.zeros(experts.shape) if all(each.weights for each in routes) else None
+        for row, each in enumerate(routes):
+            numbers = [part[places.start : places.stop] for part in (*each.parts, *each.weights)]
+            if len(each):
+                experts[row, : len(numbers[0])] = torch.from_numpy(numbers[0].astype(np.int64))
+                known[row, : len(numbers[0])] = True
+            if weights is not None:
+                weights[row, : len(numbers[1])] = torch.from_numpy(numbers[1].astype(np.float32))
+        flat = [None if each is None else each.flatten(0, 1).to(self._device) for each in (experts, known, weights)]
+        return Replay(*flat)  # type: ignore[arg-type]
+
+    def _decoder(
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Any = None,
+        routes: Replay | None = None,
+    ) -> Any:
         seen = 0 if cache is None else cache.get_seq_length()
         return model.get_decoder()(
             input_ids=tokens.to(self._device),
@@ -280,6 +362,7 @@ class LogprobScorer:
             position_ids=positions.to(self._device),
             past_key_values=cache,
             use_cache=cache is not None,
+            **({} if routes is None else {"replay": routes}),
         )
 
     def _prompt(self, kind: Prompt, prompt: Tensor) -> Tensor:

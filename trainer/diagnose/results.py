@@ -58,6 +58,12 @@ def facts(diagnosis: Diagnosis) -> Iterator[str]:
             more = len(part.alike) - MANY_TENSORS
             names = "; ".join(part.alike[:MANY_TENSORS]) + (f"; {more} more" if more > 0 else "")
             yield f"{part.name} cannot be told from: {names}"
+    if (routing := diagnosis.routing) is not None:
+        did = "Routing replay takes" if routing.is_replayed else "policy.routing=replay would take"
+        yield (
+            f"routing: K3 is {shown(routing.k3_live)} with the trainer's own experts and {shown(routing.k3_replayed)} "
+            f"with the engine's, {routing.tokens_rerouted:.1%} of the tokens get others. {did} {routing.share:.0%} away"
+        )
     yield from diagnosis.notes
 
 
@@ -68,11 +74,16 @@ def part_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
         rows.append((part.name, part.side, part.what, part.remedy, shown(part.k3), _share(part.k3, diagnosis)))
     rows.append(("not explained", "", "", "", shown(diagnosis.unexplained), _share(diagnosis.unexplained, diagnosis)))
     rows.append(("all", "", "", "", shown(diagnosis.k3), "100%"))
+    if (routing := diagnosis.routing) is not None and routing.is_replayed:
+        what = f"would choose other experts for {routing.tokens_rerouted:.1%} of the tokens"
+        change = f"nothing: replay takes it away, of a K3 of {shown(routing.k3_live)}"
+        rows.append(("routing", "trainer", what, change, shown(routing.k3), f"(-{routing.share:.0%})"))
     return rows
 
 
 def record(diagnosis: Diagnosis) -> dict[str, object]:
     """The diagnosis as JSON values."""
+    routing = diagnosis.routing
     return {
         "format": FORMAT,
         "answer": answer(diagnosis),
@@ -81,6 +92,7 @@ def record(diagnosis: Diagnosis) -> dict[str, object]:
         "num_tokens": int(diagnosis.evidence.mask.sum()),
         "parts": [asdict(part) for part in diagnosis.parts],
         "unexplained": diagnosis.unexplained,
+        "routing": routing and {**asdict(routing), "k3": routing.k3, "share": routing.share},
         "notes": list(diagnosis.notes),
     }
 

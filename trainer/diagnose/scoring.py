@@ -60,6 +60,8 @@ class Body:
     """Of the projections, weights and inputs, as the engines of Parity do it."""
     arithmetic: DType = DType.float32
     """Type of activations and weights."""
+    replays: bool = False
+    """True if the layers of a mixture use the experts that the engine chose, not those that they choose themselves."""
     prompt: Prompt = Prompt.whole
     gap: int = 0
     """Positions left out between prompt and response."""

@@ -52,6 +52,7 @@ def settings_of(metadata: Mapping[str, str], given: Mapping[str, str]) -> Settin
             trainer_dtype=DType(known.get("trainer_dtype", "float32")),
             engine_dtype=DType(known.get("rollout_dtype", "float32")),
             quantization=Quantization(known.get("quantization", "none")),
+            replays_routes="routing" in known,
         )
     except ValueError as error:
         raise BundleError(

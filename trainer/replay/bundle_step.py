@@ -133,13 +133,13 @@ def _metadata(description: DumpDescription, config: TrainConfig) -> dict[str, st
         "trainer_dtype": config.policy.dtype.value,
         "rollout_dtype": config.rollout.dtype.value,
         "quantization": config.rollout.quantization.value,
-        **({"routing": config.policy.routing.value} if used_routes(description) else {}),
+        # A dense model has the key too, and no routes.
+        **(
+            {"routing": config.policy.routing.value}
+            if description.metrics.get("mismatch/routes_changed") is not None
+            else {}
+        ),
     }
-
-
-def used_routes(description: DumpDescription) -> bool:
-    """True if the trainer used the experts that the engine chose."""
-    return description.metrics.get("mismatch/routes_changed") is not None
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
