@@ -283,7 +283,7 @@ def test_gradients_do_not_depend_on_the_number_of_ranks(model_path: Path, tmp_pa
     advantage = {"gamma": 0.9, "gae_lambda": 0.7}
     config = ppo_config(model_path, num_workers=2, advantage=advantage, correction=correction)
     batches = [rewarded(), rewarded()[4:5]]
-    shared = two_ranks(config, model_path, batches, tmp_path)
+    shared = two_ranks(config, model_path, batches)
     for samples, (critic, policy) in zip(batches, shared, strict=True):
         with lone_worker(replace(config, policy=replace(config.policy, num_workers=1)), model_path) as worker:
             critic_of(worker, weight=0.01, bias=0.1)
