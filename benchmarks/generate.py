@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollout.collect.requests import make_sample
-from rollout.config import DType, RouteDetail
+from rollout.config import DType, Routing
 from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.torch.kv_cache import Prefill, Step
@@ -113,12 +113,10 @@ class CountedDecoder:
     def restart(self) -> None:
         self._last, self.steps = time.perf_counter(), []
 
-    def prefill(
-        self, token_ids: Tensor, lengths: Tensor, forward: Prefill, *, detail: RouteDetail = RouteDetail.none
-    ) -> Read:
+    def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill, *, detail: Routing = Routing.live) -> Read:
         return self._decoder.prefill(token_ids, lengths, forward, detail=detail)
 
-    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, detail: RouteDetail = RouteDetail.none) -> Read:
+    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, detail: Routing = Routing.live) -> Read:
         read = self._decoder.step(tokens, positions, forward, detail=detail)
         now = time.perf_counter()
         self.steps.append((now - self._last, len(tokens)))

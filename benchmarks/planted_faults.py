@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from rollout.collect.requests import make_sample
-from rollout.config import DType, Quantization, RouteDetail
+from rollout.config import DType, Quantization, Routing
 from rollout.torch.decoding import Batch
 from rollout.torch.kv_cache import SLOT_ATTENTION, Step
 from rollout.torch.model import Decoder, Read
@@ -211,7 +211,7 @@ class _Shifted(Decoder):
 
     gap = 1
 
-    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, detail: RouteDetail = RouteDetail.none) -> Read:
+    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, detail: Routing = Routing.live) -> Read:
         return super().step(tokens, positions + self.gap, forward, detail=detail)
 
 

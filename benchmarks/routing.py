@@ -26,7 +26,7 @@ from torch import Tensor
 
 from algorithms.kl import k3
 from rollout.collect.requests import make_sample
-from rollout.config import DType, Quantization, RouteDetail
+from rollout.config import DType, Quantization, Routing
 from rollout.data.arithmetic import arithmetic_problems
 from rollout.data.tokenizer import load_tokenizer
 from rollout.routes import Routes
@@ -83,7 +83,7 @@ def sampled(model: Path, quantization: Quantization, *, count: int, seed: int) -
             prompt_token_ids=prompt,
             sampling=SamplingParams(
                 temperature=1.0, max_new_tokens=24, seed=seed * 100_000 + number * GROUP + index,
-                routes=RouteDetail.weights if is_mixture else RouteDetail.none,
+                routes=Routing.weights if is_mixture else Routing.live,
                 stop_token_ids=(tokenizer.eos_token_id,),
             ),
         )

@@ -29,13 +29,15 @@ class DType(Enum):
     float16 = "float16"
 
 
-class RouteDetail(Enum):
-    """What an engine returns of routes."""
+class Routing(Enum):
+    """Choice of the experts that the trainer uses for a token of a mixture. Engines return what it needs."""
 
-    none = "none"
-    experts = "experts"
+    replay = "replay"
+    """Those that the engine chose when it read the token; the factors of their outputs are the trainer's."""
     weights = "weights"
-    """The experts, and the factors of their outputs."""
+    """The same with the engine's factors; their gradient is that of the trainer's own."""
+    live = "live"
+    """Those that the trainer chooses itself: engines return nothing."""
 
 
 class Quantization(Enum):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rollout.config import EngineConfig, RouteDetail
+from rollout.config import EngineConfig, Routing
 from rollout.routes import joined as join_routes
 from rollout.supports import joined
 from rollout.types import (
@@ -43,7 +43,7 @@ class EngineNeeds:
     """Tokens that the engine must be able to hold, because the one before it could; None leaves it to the engine."""
     adapter: AdapterSpec | None = None
     """The adapter that the engine gets beside the weights; None if it gets all weights."""
-    routes: RouteDetail = RouteDetail.none
+    routes: Routing = Routing.live
     """What the engine must be able to return of routes."""
     num_requests: int = 0
     """Requests that the engine gets for a step, if all engines get as many."""
@@ -260,7 +260,7 @@ def continuation(request: GenerateRequest) -> GenerateRequest:
         prompt_token_ids=[*request.prompt_token_ids, *begun.token_ids],
         sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(begun.token_ids)),
         resumed=None,
-        first_route=request.first_route + (0 if begun.routes is None else len(begun.routes)),
+        first_route=request.first_new_route,
     )
 
 

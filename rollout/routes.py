@@ -46,8 +46,10 @@ class Routes:
         return len(self) == len(other) and to_bytes(self) == to_bytes(other)
 
     def whole(self) -> Numbers:
-        """[N, L, K], in one piece."""
-        return np.concatenate(self.parts) if self.parts else np.zeros((0, 0, 0), TYPES[1])
+        """[N, L, K], in one piece: a copy unless it is in one already."""
+        if not self.parts:
+            return np.zeros((0, 0, 0), TYPES[1])
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
 
     def merged(self) -> Routes:
         """The same in one part, for parts of a token each."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.config import Quantization, RouteDetail
+from rollout.config import Quantization, Routing
 from rollout.routes import Routes
 from rollout.supports import Supports, no_supports
 
@@ -74,14 +74,14 @@ class SamplingParams:
     """Smallest probability of a token that is drawn, as a share of the largest one; 0 for all."""
     with_supports: bool = False
     """True if the engine returns the support of every token: training needs it for truncated sampling."""
-    routes: RouteDetail = RouteDetail.none
+    routes: Routing = Routing.live
     """What the engine returns of the routes of the tokens that it reads: training replays them."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, including the tokenizer's end-of-sequence token."""
 
     @property
     def with_routes(self) -> bool:
-        return self.routes is not RouteDetail.none
+        return self.routes is not Routing.live
 
     @property
     def is_truncated(self) -> bool:
@@ -107,6 +107,12 @@ class GenerateRequest:
     """The reference answer, for rollout functions; engines ignore it."""
     row: dict[str, Any] = field(default_factory=dict)
     """Columns as in Prompt.row, for rollout functions; not sent to engines."""
+
+    @property
+    def first_new_route(self) -> int:
+        """The first token of prompt and resumed response whose route is not known."""
+        begun = self.resumed
+        return self.first_route + (0 if begun is None or begun.routes is None else len(begun.routes))
 
     def for_engine(self) -> GenerateRequest:
         """The request without `row`, which may be large and which engines do not use."""

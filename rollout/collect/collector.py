@@ -22,7 +22,7 @@ from rollout.collect.dispatch import Dispatcher, Sampler
 from rollout.collect.filters import DropReason, InvalidReason, is_zero_variance
 from rollout.collect.pending import CollectorState, PendingGroup, PendingResponse, pack_groups, unpack_groups
 from rollout.collect.requests import SeedSource, sampling_params
-from rollout.config import CollectConfig, CollectOrder, DynamicCollectConfig, RouteDetail, SamplingConfig
+from rollout.config import CollectConfig, CollectOrder, DynamicCollectConfig, Routing, SamplingConfig
 from rollout.data.dataset import PromptStream
 from rollout.rewards import Scorer
 from rollout.task_config import most_failed
@@ -55,7 +55,7 @@ class CollectPlan:
     max_lag_steps: int = 0
     """Maximum lag, in steps, of the weights that sampled a token behind the weights at the start of the step."""
     unfinished: UnfinishedGroups = UnfinishedGroups.drop
-    routes: RouteDetail = RouteDetail.none
+    routes: Routing = Routing.live
     """What the engines return of the routes of the tokens."""
     past_end: int | None = None
     """Token with which the chat template ends an answer, if no response ends there."""

@@ -206,6 +206,7 @@ def _unpack(state: ResponseState, request: GenerateRequest) -> PendingResponse:
 
 
 def _packed_routes(routes: Routes) -> tuple[list[int], bool, str]:
+    routes = routes.merged()
     return list(routes.whole().shape), bool(routes.weights), base64.b64encode(to_bytes(routes)).decode("ascii")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import xxhash
 
-from rollout.config import RouteDetail, SamplingConfig
+from rollout.config import Routing, SamplingConfig
 from rollout.supports import joined, no_supports
 from rollout.types import GenerateRequest, Generation, Sample, SamplingParams
 
@@ -77,7 +77,7 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
 
 
 def sampling_params(
-    config: SamplingConfig, *, seed: int, stop_token_ids: tuple[int, ...], routes: RouteDetail = RouteDetail.none
+    config: SamplingConfig, *, seed: int, stop_token_ids: tuple[int, ...], routes: Routing = Routing.live
 ) -> SamplingParams:
     """Sampling parameters of one training response."""
     return SamplingParams(

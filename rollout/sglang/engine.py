@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from rollout.config import RouteDetail
+from rollout.config import Routing
 from rollout.engine import (
     Engine,
     EngineError,
@@ -436,7 +436,7 @@ class SGLangEngine(Engine):
 
         def decoded(text: str, first: int, end: int) -> Routes:
             shape = (end - first, self._num_layers, mixture.per_token)
-            with_weights = self._needs.routes is RouteDetail.weights  # a server returns what it was started for
+            with_weights = self._needs.routes is Routing.weights  # a server returns what it was started for
             return routes_of(text, shape, num_experts=mixture.number, with_weights=with_weights)
 
         last = len(job.body["input_ids"]) + num_tokens - 1

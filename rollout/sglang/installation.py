@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.config import Quantization, RouteDetail
+from rollout.config import Quantization, Routing
 from rollout.engine import EngineError, EngineNeeds
 from rollout.processes.gpu_host import listed
 from rollout.sglang import routed_server
@@ -209,7 +209,7 @@ def server_args(
         **(EXACT_SERVER_ARGS if config.exact else {}),
         **quantized_server_args(quantization),
         **adapter_args(needs.adapter),
-        **({"enable_return_routed_experts": True} if needs.routes is not RouteDetail.none else {}),
+        **({"enable_return_routed_experts": True} if needs.routes is not Routing.live else {}),
         "custom_weight_loader": [LOADER],
         "device": device,
         "dtype": config.dtype.value,

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from rollout.config import RouteDetail
+from rollout.config import Routing
 from rollout.sglang.cpu.pinned_memory import ignore_pinned_memory
 from rollout.sglang.cpu.platform import PLATFORM_NAME
 
 ACTIVE = "PARITY_SGLANG_ROUTES"
-"""Environment variable with the name of what a server returns of routes (`RouteDetail`)."""
+"""Environment variable with the name of what a server returns of routes (`Routing`)."""
 _KEPT = "parity_routes"
 """Attribute of a request: [N, L, K] routes of its first tokens, from before it was retracted."""
 
@@ -31,7 +31,7 @@ _KEPT = "parity_routes"
 def activate() -> None:
     """Register the hooks; does nothing in other servers of the user."""
     detail = os.environ.get(ACTIVE)
-    if detail not in (RouteDetail.experts.name, RouteDetail.weights.name):
+    if detail not in (Routing.replay.name, Routing.weights.name):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -43,7 +43,7 @@ def activate() -> None:
     results = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     HookRegistry.register("sglang.srt.managers.schedule_batch.release_req", _keep, HookType.BEFORE)
     HookRegistry.register(f"{results}._maybe_collect_routed_experts", _put_back, HookType.AFTER)
-    if detail == RouteDetail.weights.name:
+    if detail == Routing.weights.name:
         states = "sglang.srt.state_capturer"
         HookRegistry.register(f"{states}.base.BaseTopkCapturer.__init__", _widen, HookType.BEFORE)
         HookRegistry.register(f"{states}.routed_experts.RoutedExpertsCapturer.capture", _capture, HookType.REPLACE)
@@ -72,7 +72,7 @@ def _put_back(_result: None, _processor: Any, req: Any, **_: Any) -> None:
     kept = getattr(req, _KEPT, rows[:0])[req.routed_experts_start_len :][: len(rows)]
     rows[: len(kept)] = kept
     experts, weights = rows, rows.new_zeros(0)
-    if os.environ[ACTIVE] == RouteDetail.weights.name:
+    if os.environ[ACTIVE] == Routing.weights.name:
         experts, weights = rows.chunk(2, dim=-1)
     # On more than 256 experts SGLang's own type stays; the reader infers it from the number of bytes.
     small = experts.to(torch.uint8) if not experts.numel() or experts.max() < 256 else experts

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from algorithms.truncation import CUT_LOGIT, kept_tokens
-from rollout.config import RouteDetail
+from rollout.config import Routing
 from rollout.engine import aborted, whole_response
 from rollout.routes import Routes, joined
 from rollout.supports import supports_of
@@ -108,19 +108,15 @@ class _Sequence:
     supports: list[NDArray[np.int32]] = field(default_factory=list)
     """Supports of the tokens sampled here, if the request asks for them."""
     routes: list[Routes] = field(default_factory=list)
-    """Routes of the tokens from `first_route` on, if the request asks for them; the first may be shared."""
+    """Routes of the tokens from `request.first_new_route` on, if they are asked for; the first may be shared."""
     shared_tokens: int = 0
     """Tokens of its prompt, if they were read for another sequence."""
 
-    @property
-    def first_route(self) -> int:
-        """The first token whose route is not known before this request."""
-        begun = self.request.resumed
-        return self.request.first_route + (0 if begun is None or begun.routes is None else len(begun.routes))
-
     def known_routes(self) -> Routes:
         """Routes of the tokens from which those of the response so far were predicted."""
-        return joined([*self.routes[:1], joined(self.routes[1:]).merged()]).first(self.length - 1 - self.first_route)
+        return joined([*self.routes[:1], joined(self.routes[1:]).merged()]).first(
+            self.length - 1 - self.request.first_new_route
+        )
 
     @property
     def text(self) -> list[int]:
@@ -269,17 +265,17 @@ class Batch:
                 if text in seen:
                     sequence.shared_tokens = len(sequence.request.prompt_token_ids)
                 seen.add(text)
-                known = sequence.first_route + sum(map(len, sequence.routes))
+                known = sequence.request.first_new_route + sum(map(len, sequence.routes))
                 if read.routes is not None and known < sequence.length:
                     new = _rows(read.routes, text, slice(known, sequence.length))
                     sequence.routes.append(routes.setdefault((text, known), new))
         return torch.cat(logits)
 
     @property
-    def _detail(self) -> RouteDetail:
+    def _detail(self) -> Routing:
         """The most that a sequence asks for."""
         wanted = {sequence.request.sampling.routes for sequence in self._sequences}
-        return next((each for each in (RouteDetail.weights, RouteDetail.experts) if each in wanted), RouteDetail.none)
+        return next((each for each in (Routing.weights, Routing.replay) if each in wanted), Routing.live)
 
     def _sample(self) -> list[Completion]:
         """Draw the next token of every active sequence -> the sequences that ended with it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollout.config import RouteDetail
+from rollout.config import Routing
 from rollout.exact.layers import log_softmax
 from rollout.model.routing import routers
 from rollout.routes import Numbers, Weights, narrowed
@@ -64,21 +64,19 @@ class Decoder:
         """[B, V] float32 -> [B, V]."""
         return torch.log_softmax(logits, dim=-1)
 
-    def prefill(
-        self, token_ids: Tensor, lengths: Tensor, forward: Prefill, *, detail: RouteDetail = RouteDetail.none
-    ) -> Read:
+    def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill, *, detail: Routing = Routing.live) -> Read:
         """Read prompts [U, P], padded on the right, of `lengths` [U]."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
         hidden, routes = self._hidden(token_ids, positions, forward, detail=detail)
         return Read(self._head(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]), routes)
 
-    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, detail: RouteDetail = RouteDetail.none) -> Read:
+    def step(self, tokens: Tensor, positions: Tensor, forward: Step, *, detail: Routing = Routing.live) -> Read:
         """Read one token [N] per sequence, at `positions` [N]."""
         hidden, routes = self._hidden(tokens[:, None], positions[:, None], forward, detail=detail)
         return Read(self._head(hidden[:, 0]), routes)
 
     def _hidden(
-        self, token_ids: Tensor, positions: Tensor, forward: Prefill | Step, *, detail: RouteDetail
+        self, token_ids: Tensor, positions: Tensor, forward: Prefill | Step, *, detail: Routing
     ) -> tuple[Tensor, ReadRoutes | None]:
         """Final hidden states [B, T, hidden] and routes of tokens and positions [B, T]."""
         recorded: list[tuple[Tensor, Tensor]] = []
@@ -86,7 +84,7 @@ class Decoder:
         def record(_gate: object, _inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
             recorded.append((output[2], output[1]))
 
-        hooks = [gate.register_forward_hook(record) for gate in self._gates if detail is not RouteDetail.none]
+        hooks = [gate.register_forward_hook(record) for gate in self._gates if detail is not Routing.live]
         try:
             hidden: Tensor = self._decoder(
                 input_ids=token_ids, position_ids=positions, use_cache=False, forward_kind=forward
@@ -99,7 +97,7 @@ class Decoder:
         experts, weights = (
             torch.stack(layers, dim=1).unflatten(0, token_ids.shape) for layers in zip(*recorded, strict=True)
         )
-        given = weights.half().cpu().numpy() if detail is RouteDetail.weights else None
+        given = weights.half().cpu().numpy() if detail is Routing.weights else None
         return hidden, ReadRoutes(narrowed(experts.cpu().numpy()), given)
 
 

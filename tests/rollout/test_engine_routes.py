@@ -16,7 +16,7 @@ from sglang_cases import LONG, PROMPTS, Served, make_requests, poll_all, start_s
 from tiny_model import EXPERTS_PER_TOKEN, NUM_EXPERTS, experts_chosen, write_tiny_model
 from torch import Tensor
 
-from rollout.config import DType, RouteDetail
+from rollout.config import DType, Routing
 from rollout.engine import Engine, EngineNeeds, EngineSetup
 from rollout.model.routing import routers
 from rollout.sglang.replies import ReplyError, routes_of
@@ -37,7 +37,7 @@ class Case:
     def __init__(self, kind: str, directory: Path) -> None:
         self._served: Served | None = None
         if kind == "sglang":
-            needs = EngineNeeds(routes=RouteDetail.weights)
+            needs = EngineNeeds(routes=Routing.weights)
             self._served = start_served(directory, model_type="qwen3_moe", tied=False, dtype=DType.float32, needs=needs)
             self.engine: Engine = self._served.engine
             self.model = self._served.model
@@ -70,7 +70,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def with_routes(requests: list[GenerateRequest]) -> list[GenerateRequest]:
-    return [replace(each, sampling=replace(each.sampling, routes=RouteDetail.weights)) for each in requests]
+    return [replace(each, sampling=replace(each.sampling, routes=Routing.weights)) for each in requests]
 
 
 def routes_under(model: PreTrainedModel, token_ids: list[int]) -> Tensor:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from rollout.collect.filters import invalid_reason
 from rollout.collect.pending import PendingGroup, PendingResponse, pack_groups, unpack_groups
 from rollout.collect.requests import make_sample
-from rollout.config import DType, RouteDetail
+from rollout.config import DType, Routing
 from rollout.data.arithmetic import TOKENS, save_tokenizer
 from rollout.engine import wait_for
 from rollout.episodes.config import EpisodeConfig
@@ -217,7 +217,7 @@ def test_the_routes_of_all_turns_are_those_of_one_forward(tmp_path):
     engine = TorchEngine(TorchEngineConfig(dtype=DType.float32), index=0, device="cpu", num_threads=None)
     engine.start(tmp_path / "model")
     config = EpisodeConfig(function=f"{function}:rollout")
-    requests = [replace(r, sampling=replace(r.sampling, routes=RouteDetail.experts)) for r in make_requests()]
+    requests = [replace(r, sampling=replace(r.sampling, routes=Routing.replay)) for r in make_requests()]
     with closing(EpisodeSampler(Tickets(engine), config, tokenizer_file=tmp_path / "model/tokenizer.json")) as sampler:
         generations = sampler.generate(requests)
     engine.stop()

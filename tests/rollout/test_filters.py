@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout.collect.filters import DropReason, invalid_reason, is_zero_variance
-from rollout.config import RouteDetail
+from rollout.config import Routing
 from rollout.routes import Routes
 from rollout.supports import supports_of
 from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, Sample, SampleGroup, SamplingParams
@@ -93,7 +93,7 @@ def routes_of(count):
     ],
 )
 def test_every_token_that_was_sampled_from_has_a_route(routes, change, reason):
-    request = replace(REQUEST, sampling=replace(REQUEST.sampling, routes=RouteDetail.experts))
+    request = replace(REQUEST, sampling=replace(REQUEST.sampling, routes=Routing.replay))
     found = invalid_reason(request, replace(GOOD, routes=routes, **change), policy_version=7)
     assert (None if found is None else found.name) == reason
     known = replace(request, first_route=1)

@@ -11,7 +11,7 @@ from typing import Any
 from policy_cases import lone_worker
 from torch import Tensor
 
-from rollout.config import RouteDetail
+from rollout.config import Routing
 from rollout.engine import Engine, EngineSetup, WeightReport, wait_for
 from rollout.group.group_member import Published, Transport
 from rollout.group.worker import RolloutWorker
@@ -122,7 +122,7 @@ def rank_and_engine(config: TrainConfig, model_path: Path, log_dir: Path) -> Ite
 def start_run(config: TrainConfig, policy: Any, engines: Any) -> str:
     """What a run does before its first optimizer step: the first sync and both probes."""
     prompts = [Prompt(prompt_id=n, token_ids=ids, text="", answer="") for n, ids in enumerate(PROMPTS)]
-    task: Any = SimpleNamespace(dataset=SimpleNamespace(train=prompts), stop_token_ids=(), routes=RouteDetail.none)
+    task: Any = SimpleNamespace(dataset=SimpleNamespace(train=prompts), stop_token_ids=(), routes=Routing.live)
     sync_weights(policy, engines, policy_version=0)
     noise = probe_logprobs(config, task, policy, engines, policy_version=0).mean_gap
     return str(probe_adapter(config, task, policy, engines, policy_version=0, noise=noise))

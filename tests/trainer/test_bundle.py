@@ -21,12 +21,12 @@ from tiny_model import EXPERTS_PER_TOKEN, NUM_EXPERTS, write_tiny_model
 from torch import Tensor
 
 from algorithms.kl import k1, k3
+from rollout.config import Routing
 from rollout.routes import Routes
 from rollout.types import Sample
 from trainer.batch.route_tensors import routes_of
 from trainer.cli.commands import run
 from trainer.config.train import TrainConfig
-from trainer.config.training import Routing
 from trainer.replay import bundle_step
 from trainer.replay.bundle import FORMAT, Bundle, BundleError, read_bundle, routes_note, write_bundle
 from trainer.replay.bundle_step import bundle_of

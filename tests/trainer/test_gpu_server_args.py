@@ -13,7 +13,7 @@ import pytest
 from compose_cases import config_of
 from transformers import AutoConfig
 
-from rollout.config import RouteDetail
+from rollout.config import Routing
 from rollout.engine import EngineNeeds
 from rollout.sglang.config import SGLangConfig
 from rollout.sglang.installation import server_args
@@ -79,7 +79,7 @@ def test_sglang_resolves_the_arguments_of_every_gpu_recipe(tmp_path: Path) -> No
             rollout, models[model], device="cuda", random_seed=7,
             needs=EngineNeeds(
                 sleeps=sleeps, num_requests=REQUESTS,
-                routes=RouteDetail.experts if SIZES[model][0] == "qwen3_moe" else RouteDetail.none,
+                routes=Routing.replay if SIZES[model][0] == "qwen3_moe" else Routing.live,
             ),
             quantization=engine_quantization(rollout),
         )

@@ -15,7 +15,7 @@ import torch
 from policy_cases import lone_worker, make_config, save_policy
 from torch import Tensor
 
-from rollout.config import DType, RouteDetail, SamplingConfig
+from rollout.config import DType, Routing, SamplingConfig
 from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import GenerateRequest, Generation, Prompt
@@ -106,7 +106,7 @@ def started(model_path: Path, dtype: DType) -> Iterator[TorchEngine]:
 
 
 def run(config: TrainConfig, ranks: Ranks, engines: Engines) -> Any:
-    task = SimpleNamespace(dataset=SimpleNamespace(train=PROMPTS), stop_token_ids=(), routes=RouteDetail.none)
+    task = SimpleNamespace(dataset=SimpleNamespace(train=PROMPTS), stop_token_ids=(), routes=Routing.live)
     return probe_logprobs(config, task, ranks, engines, policy_version=0)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from algorithms.config.rules import as_yaml
 from algorithms.objective import objective, reference_term
-from rollout.config import Quantization
+from rollout.config import Quantization, Routing
 from rollout.processes.custom_class import own_choices
 from trainer.cli.job import resume_command
 from trainer.cli.tables import labelled
@@ -20,7 +20,7 @@ from trainer.compose.compose import Resolution
 from trainer.config.guard import MismatchGuardConfig, WatchConfig
 from trainer.config.outputs import DUMP_BYTES_PER_TOKEN, SCORE_BYTES_PER_TOKEN
 from trainer.config.train import TrainConfig
-from trainer.config.training import Resume, Routing
+from trainer.config.training import Resume
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
 from trainer.limits.estimate import batch_shape, model_shape
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine

@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollout.config import LOOPBACK, Quantization, RouteDetail
+from rollout.config import LOOPBACK, Quantization, Routing
 from rollout.group.engine_group import EngineGroup
 from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
@@ -172,7 +172,7 @@ class Cluster:
         return self._policy
 
     def spawn_engines(
-        self, model_path: Path, *, adapter: AdapterSpec | None = None, routes: RouteDetail = RouteDetail.none
+        self, model_path: Path, *, adapter: AdapterSpec | None = None, routes: Routing = Routing.live
     ) -> EngineGroup:
         """Begin to start the rollout engines; `wait_ready` of the group returns when all are ready.
 

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 from algorithms.config import Checked, Problem
 from algorithms.config.home import MAY_NAME_PATHS, PathText
 from algorithms.config.rules import Rule, above, at_least, given, ruled, within
-from rollout.config import DType, RouteDetail
+from rollout.config import DType, Routing
 
 
 class Resume(Enum):
@@ -244,23 +244,6 @@ class LoraConfig(Checked):
     merge: bool = False
     """Send the engines all weights with the adapter added to them, instead of the adapter alone: slower, and rounded to
     `rollout.dtype` after the sum."""
-
-
-class Routing(Enum):
-    """Choice of the experts that the trainer uses for a token of a mixture."""
-
-    replay = "replay"
-    """Those that the engine chose when it read the token; the factors of their outputs are the trainer's."""
-    weights = "weights"
-    """The same with the engine's factors; their gradient is that of the trainer's own."""
-    live = "live"
-    """Those that the trainer chooses itself."""
-
-    @property
-    def detail(self) -> RouteDetail:
-        """What the engines return for it."""
-        of = {Routing.replay: RouteDetail.experts, Routing.weights: RouteDetail.weights}
-        return of.get(self, RouteDetail.none)
 
 
 @dataclass(kw_only=True, slots=True)

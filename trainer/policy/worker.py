@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rollout.config import Routing
 from rollout.exact.gpu import use_batch_invariant_kernels
 from rollout.exact.layers import make_exact
 from rollout.processes.gpu_host import listed, rank_lacks
@@ -33,7 +34,7 @@ from rollout.weights.packed_weights import DTYPES
 from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.train import TrainConfig
-from trainer.config.training import Offload, Routing
+from trainer.config.training import Offload
 from trainer.limits.ceilings import Ceilings, find_ceilings
 from trainer.limits.estimate import logprob_chunk_tokens
 from trainer.limits.floors import GroupLengths

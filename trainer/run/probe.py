@@ -17,7 +17,7 @@ from torch import Tensor
 from algorithms.kl import k3
 from rollout.collect.filters import invalid_reason
 from rollout.collect.requests import SeedSource, make_sample, sampling_params
-from rollout.config import DType, Quantization, RouteDetail
+from rollout.config import DType, Quantization, Routing
 from rollout.group.engine_group import EngineGroup
 from rollout.types import GenerateRequest, Prompt, Sample
 from rollout.weights.packed_weights import DTYPES
@@ -152,7 +152,7 @@ def probe_requests(
     prompts: Sequence[Prompt],
     *,
     stop_token_ids: tuple[int, ...],
-    routes: RouteDetail = RouteDetail.none,
+    routes: Routing = Routing.live,
 ) -> list[GenerateRequest]:
     """The first training prompts, one response each, enough for every engine."""
     seeds = SeedSource(config.run.seed, step=PROBE_STEP)

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from algorithms.config import Problem
-from rollout.config import RouteDetail
+from rollout.config import Routing
 from rollout.data.data_files import DataError
 from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_dataset, prompts_digest
 from rollout.data.special_tokens import response_decoder
@@ -52,7 +52,7 @@ class Task:
     dataset: Dataset
     stop_token_ids: tuple[int, ...]
     scorer: Scorer
-    routes: RouteDetail = RouteDetail.none
+    routes: Routing = Routing.live
     """What the engines return of the routes of a mixture's tokens, for the trainer to replay."""
     past_end: int | None = None
     """Token with which the chat template ends an answer, if no response ends there."""
@@ -122,7 +122,7 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         tokenizer=tokenizer,
         dataset=dataset,
         stop_token_ids=stop_ids,
-        routes=config.policy.routing.detail if trains and has_experts(model_path) else RouteDetail.none,
+        routes=config.policy.routing if trains and has_experts(model_path) else Routing.live,
         past_end=past_end,
         scorer=Scorer(
             config.reward,

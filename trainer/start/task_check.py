@@ -13,6 +13,7 @@ from pathlib import Path
 
 from algorithms.config import ConfigError, Problem
 from rollout.collect.requests import sampling_params
+from rollout.config import Routing
 from rollout.data.data_files import DataError, on_hub
 from rollout.data.dataset import first_row, load_dataset
 from rollout.data.file_prompts import Judgement
@@ -22,7 +23,7 @@ from rollout.rewards import judgement, try_reward
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from rollout.types import Prompt
 from trainer.config.train import TrainConfig
-from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelConfig, Routing
+from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelConfig
 from trainer.limits.adapter_shape import chosen_layers, linear_shapes
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
