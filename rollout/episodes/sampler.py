@@ -49,6 +49,8 @@ class EpisodeStats:
 
     ended: int = 0
     turns: int = 0
+    shown: int = 0
+    """Tokens that rollout functions have shown to the model."""
     failed: int = 0
     restarted: int = 0
     calls: Counter[Failure] = field(default_factory=Counter)
@@ -61,11 +63,12 @@ class EpisodeStats:
         self.last_failure = f"{episode.name}: {message}"
 
     def metrics(self) -> dict[str, float | None]:
-        """The metrics episode/turns_mean, failed, restarted, timeouts, crashes and errors."""
+        """The metrics episode/turns_mean, shown_tokens_mean, failed, restarted, timeouts, crashes and errors."""
         counts = {"failed": self.failed, "restarted": self.restarted}
         counts |= {failure.value: self.calls[failure] for failure in Failure}
-        mean = self.turns / self.ended if self.ended else None
-        return {"episode/turns_mean": mean} | {f"episode/{name}": float(count) for name, count in counts.items()}
+        totals = {"turns_mean": self.turns, "shown_tokens_mean": self.shown}
+        means = {f"episode/{name}": total / self.ended if self.ended else None for name, total in totals.items()}
+        return means | {f"episode/{name}": float(count) for name, count in counts.items()}
 
     def warn(self) -> None:
         """Log a warning if any episode failed."""
@@ -266,6 +269,7 @@ class EpisodeSampler:
         stats = self._stats_of(episode)
         stats.ended += 1
         stats.turns += episode.num_turns
+        stats.shown += episode.sampled.count(False)
         stats.failed += reason is FinishReason.failed
         self._done.append(Completion(episode.ticket, episode.generation(reason)))
 

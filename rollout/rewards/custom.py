@@ -67,6 +67,13 @@ RESERVED_METRICS = frozenset(
 """Names that reward/<name> or eval/<name> has already; a number of the function must not take such a metric's place."""
 
 
+def is_returned(metric: str) -> bool:
+    """True for the name of a metric that is a user's: reward/<key> of a reward function, own/<name> of
+    tracking.metrics."""
+    kind, _, name = metric.partition("/")
+    return kind == "own" or (kind == "reward" and name not in RESERVED_METRICS)
+
+
 class Calling(Enum):
     """Calling convention of a custom function."""
 
@@ -134,7 +141,8 @@ def reply_of(result: object) -> Reply:
         correct = _python_value(result.get("correct"))
         if correct is not None and not isinstance(correct, bool):
             raise TypeError(f"'correct' must be a bool, got {type(correct).__name__}")
-        metrics = {plain_text(str(key)): _number(value, key) for key, value in result.items() if key not in VERDICT}
+        further = {key: value for key, value in result.items() if key not in VERDICT and value is not None}
+        metrics = {plain_text(str(key)): _number(value, key) for key, value in further.items()}
         # Metrics of a further evaluation set have its name in front: <set>/accuracy.
         if taken := [key for key in metrics if key.rpartition("/")[2] in RESERVED_METRICS]:
             raise ValueError(f"the key {min(taken)!r} is the name of a metric of Parity's: give it another name")

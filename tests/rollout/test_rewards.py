@@ -1,6 +1,7 @@
 """Rewards: verdicts by hand, hostile text, the overlong penalty, and the real GSM8K references."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -274,6 +275,8 @@ def test_a_bool_of_numpy_or_torch_is_a_bool(tmp_path, wrap, form):
         (Fraction(1, 2), {"score": 0.5}),
         ({"score": np.True_}, {"score": 1.0, "correct": None, "metrics": {}}),
         ({"score": 1, "correct": None, "n": np.int32(4)}, {"score": 1.0, "correct": None, "metrics": {"n": 4.0}}),
+        ({"score": 1, "a": None, "b/c": np.True_}, {"score": 1.0, "correct": None, "metrics": {"b/c": 1.0}}),
+        ({"score": 1, "a": math.nan}, None),
         ([True, np.False_], None),
         (np.array([True, False]), None),
         (np.array([]), None),

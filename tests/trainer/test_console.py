@@ -44,6 +44,12 @@ def test_step_line() -> None:
     assert len(step_line(1200, 2000, {**METRICS, "optim/grad_norm": 123.4, "time/step_s": 1000.0})) <= 120
 
 
+def test_what_the_functions_of_a_user_return_stands_on_the_line() -> None:
+    own = {"reward/std": 0.5, "episode/turns_mean": 2.25, "reward/judge": 7.123, "reward/form/tags": None, "own/A": 1.0}
+    line = step_line(12, 40, {**METRICS, **own, "reward/more": 1.0, "reward/timeouts": 3.0})
+    assert line == LINE.replace("| 2.1 s", "| turns 2.25 | judge 7.12 | form/tags - | A 1 | 2.1 s")
+
+
 def test_the_seconds_of_an_evaluation_and_further_sets_are_shown() -> None:
     metrics = {
         **METRICS,

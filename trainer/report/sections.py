@@ -6,13 +6,16 @@ beside its `series`. Charts that are not over steps are in `bins.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from dataclasses import replace
 
-from rollout.rewards.custom import RESERVED_METRICS
+from rollout.rewards.custom import is_returned
 from trainer.report.spec import Chart, ChartKind, Dash, Section, Series
 
 EVALUATIONS = "evaluations"
 """Table of the steps with a held-out accuracy."""
+_SAMPLING = {"accuracy": "greedy", "accuracy_sampled": "sampled"}
 PHASES = ("rollout", "reward", "pack", "train", "sync", "log", "unattributed", "checkpoint", "eval")
 """Layers of the time chart from the bottom up. Evaluation is on top: hiding it leaves no gap."""
 
@@ -287,14 +290,27 @@ ROLLOUTS = Section(
             each="rollout/groups_dropped/", each_label="dropped: ",
         ),
         Chart(
-            id="failures", title="Failures of the reward function", from_zero=True, leaves_out_zero=True,
-            note="Calls that failed, by kind, those that were made again included, and responses without a reward, "
-            "which teach nothing. Calls that take too long make their step slow.",
+            id="failures", title="Failures of your functions", from_zero=True, leaves_out_zero=True,
+            note="Calls of the reward and the rollout function that failed, by kind, those that were made again "
+            "included, and responses without a reward, which teach nothing. Calls that take too long make their step "
+            "slow.",
             series=(
                 Series("reward/timeouts", "took too long", 1),
                 Series("reward/errors", "raised", 0),
                 Series("reward/crashes", "lost their process", 4),
                 Series("reward/unscored", "responses without a reward", 3),
+                Series("episode/timeouts", "episodes: took too long", 2),
+                Series("episode/errors", "episodes: raised", 5),
+                Series("episode/crashes", "episodes: lost their process", 6),
+                Series("episode/failed", "episodes that ended so", 7),
+            ),
+        ),
+        Chart(
+            id="turns", title="Episodes", from_zero=True,
+            note="Turns of a response, and tokens that your rollout function has shown to the model. More turns with "
+            "the same reward are calls for nothing.",
+            series=(
+                Series("episode/turns_mean", "turns", 0), Series("episode/shown_tokens_mean", "tokens shown", 1),
             ),
         ),
         Chart(
@@ -308,23 +324,33 @@ ROLLOUTS = Section(
 
 
 def own_numbers(metrics: Iterable[str]) -> Section:
-    """A chart for each of the `metrics` that is a user's: of tracking.metrics, what a reward function returns beside
-    the score, and the share that a criterion rejects."""
-    charts: list[Chart] = []
-    for metric in sorted(metrics):
+    """Charts of the `metrics` that are a user's: of tracking.metrics, what a reward function returns beside the score,
+    further evaluation sets and several samples per prompt, and the share that a criterion rejects."""
+    known = set(metrics)
+    charts: dict[str, Chart] = {}
+    for metric in sorted(known, key=lambda name: (name.split("/", 1)[1:], name.startswith("eval/"))):
         kind, _, name = metric.partition("/")
-        rejected = metric.startswith("mismatch/rs/") and not metric.endswith(("/token_frac", "/seq_frac", "_seq_frac"))
-        if kind == "own" or (kind == "reward" and name not in RESERVED_METRICS):
-            chart = Chart(id=f"own_{len(charts)}", title=metric, series=(Series(metric, name, len(charts) % 8),))
-        elif rejected and metric.endswith("_frac"):
-            title = f"Rejected by {name.removeprefix('rs/').removesuffix('_frac')}"
-            series = (Series(metric, "tokens", len(charts) % 8),)
-            chart = Chart(id=f"own_{len(charts)}", title=title, form="percent", from_zero=True, series=series)
+        place, _, last = name.rpartition("/")
+        label, table, form = metric, "rows", "percent"
+        if kind == "eval" and place and last in ("accuracy", "accuracy_sampled"):
+            title, label, table = f"Held-out accuracy of {place}", _SAMPLING[last], EVALUATIONS
+        elif kind == "eval" and re.fullmatch(r"(pass|maj)@\d+", last):
+            title, label, table = f"Held-out accuracy over several samples {place}".rstrip(), last, EVALUATIONS
+        elif is_returned(metric):
+            title, label, form = metric, "training samples" if kind == "reward" else name, "number"
+        elif kind == "eval" and f"reward/{name}" in known and is_returned(f"reward/{name}"):
+            title, label, table, form = f"reward/{name}", "held-out", EVALUATIONS, "number"
+        elif re.fullmatch(r"mismatch/rs/(?!token_frac|seq_frac).*(?<!_seq)_frac", metric):
+            title, label = f"Rejected by {name.removeprefix('rs/').removesuffix('_frac')}", "tokens"
         else:
             continue
-        charts.append(chart)
-    text = "Your own metrics, what your reward function returns, and what each criterion rejects."
-    return Section(title="Your numbers", text=text, charts=tuple(charts))
+        chart = charts.get(title) or Chart(
+            id=f"own_{len(charts)}", title=title, series=(), form=form, from_zero=form == "percent"
+        )
+        series = Series(metric, label, len(chart.series) % 8, table=table)
+        charts[title] = replace(chart, series=(*chart.series, series))
+    text = "Your own metrics, what your reward function returns, your evaluation sets, and what each criterion rejects."
+    return Section(title="Your numbers", text=text, charts=tuple(charts.values()))
 
 
 SECTIONS: tuple[Section, ...] = (LEARNING, MISMATCH, REJECTED, OPTIMISATION, CRITIC, TIME, ROLLOUTS)

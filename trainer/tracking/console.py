@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from types import MappingProxyType, TracebackType
 from typing import Any, TextIO
 
@@ -22,11 +23,14 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from rollout.rewards.custom import is_returned
 from trainer.text.plain import printable
 
 logger = logging.getLogger(__name__)
 
 MISSING = "-"
+OWN_NUMBERS = 3
+"""Most numbers of a user's functions on the line of a step."""
 _EMPTY: Mapping[str, Any] = MappingProxyType({"count": "", "values": ""})
 """The fields of a bar that has nothing to say yet; rich forgets those that a reset leaves out."""
 _BASE_MODEL = "building the base model (kept for the next runs)"
@@ -37,7 +41,10 @@ _PLAIN_PROGRESS_S = 10.0
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float | None]) -> str:
-    """One step in one line; a value that is absent or null is shown as "-"."""
+    """One step in one line; a value that is absent or null is shown as "-".
+
+    Before the seconds stand the turns of an episode, and the first `OWN_NUMBERS` of what the user's functions return.
+    """
 
     def show(key: str, form: str) -> str:
         return _shown(metrics, key, form)
@@ -49,6 +56,8 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float | None]) ->
         f"kept {show('rollout/num_samples', '.0f')}/{show('rollout/samples_decided', '.0f')} samples",
         f"entropy {show('policy/entropy', '.2f')}",
         f"grad {show('optim/grad_norm', '.2f')}",
+        *([f"turns {show('episode/turns_mean', '.2f')}"] if "episode/turns_mean" in metrics else []),
+        *(f"{key.partition('/')[2]} {show(key, '.3g')}" for key in islice(filter(is_returned, metrics), OWN_NUMBERS)),
         f"{show('time/step_s', '.1f')} s",
     ]
     return " | ".join(parts)
