@@ -103,6 +103,10 @@ def test_a_mode_runs_and_measures_the_mismatch(mode: str, num_ranks: int, tmp_pa
         assert all(0 < value <= 1 for value in column(rows, key)), (key, column(rows, key))
     assumptions = json.loads((result.run_dir / "accounting.json").read_text("utf-8"))["assumptions"]
     assert f"GFLOP/s float32 x {num_ranks} rank" in assumptions[0]
+    responses = [json.loads(line) for line in (result.run_dir / "evaluations.jsonl").read_text("utf-8").splitlines()]
+    for step, accuracy in ((0, first_evaluation(result.run_dir)["eval/accuracy"]), (5, rows[-1]["eval/accuracy"])):
+        right = [row["greedy"]["correct"] for row in responses if row["step"] == step]
+        assert sum(right) / len(right) == pytest.approx(accuracy)
     assert result.report_path.read_text("utf-8").lstrip().lower().startswith("<!doctype html")
     lines = (result.run_dir / "samples.jsonl").read_text("utf-8").splitlines()
     with_tokens = [row for row in map(json.loads, lines) if "tokens" in row]

@@ -33,6 +33,7 @@ def make_run(rows: list[dict[str, Any]], **other: Any) -> RunData:
     empty: dict[str, Any] = {
         "samples": [],
         "histograms": [],
+        "evaluations": {},
         "events": [],
         "config": {},
         "earlier": [],
@@ -158,10 +159,24 @@ def step_samples(step: int, num_steps: int, noise: random.Random) -> list[Sample
                 reward=float(correct), correct=correct, advantage=noise.gauss(0, 1), num_response_tokens=4,
                 finish_reason=FinishReason.length if prompt_id == 3 else FinishReason.stop, policy_version=step - 1,
                 rollout_logprob_mean=-abs(noise.gauss(0.1, 0.1)), k3=3e-6 * math.exp(noise.gauss(0, 1)),
-                tokens=step_tokens(str(left + right), noise) if prompt_id < 4 else None,
+                tokens=step_tokens(str(left + right), noise) if prompt_id < 4 else None, by_k3=prompt_id < 4,
             )
         )  # fmt: skip
     return rows
+
+
+def step_responses(step: int, *, text: str = "") -> list[dict[str, Any]]:
+    """Rows of an evaluation: of four prompts one is learnt after step 0 and one forgotten."""
+    right = [step > 0, step == 0, True, False]
+    return [
+        {
+            "set": "heldout", "prompt_id": number, "prompt": text or f"{number}+1=", "answer": str(number + 1),
+            "greedy": {"response": text or str(number + correct), "correct": correct, "reward": float(correct),
+                       "reward_parts": {"chars": 1.5}, "finish_reason": "stop"},
+            "sampled": [],
+        }
+        for number, correct in enumerate(right)
+    ]  # fmt: skip
 
 
 def step_tokens(text: str, noise: random.Random) -> SampleTokens:
@@ -203,6 +218,7 @@ def write_run(
     )  # fmt: skip
     with Tracker(config, run_dir=run_dir, console=Console(num_steps, stream=io.StringIO())) as tracker:
         tracker.log_assumptions(["MFU: 6 x (198,000 body parameters x tokens) over train seconds x 96 GFLOP/s"])
+        tracker.log_responses(0, step_responses(0))
         tracker.log_evaluation(0, evaluation_metrics(0, 0.4))
         for step in range(1, num_steps + 1):
             samples = step_samples(step, num_steps, noise)
@@ -210,4 +226,5 @@ def write_run(
                 samples = [*extra_samples, *samples]
             tracker.log(step, step_metrics(step, num_steps, noise), samples)
             tracker.log_histograms(step, step_histograms(noise))
+        tracker.log_responses(num_steps, step_responses(num_steps))
     return run_dir

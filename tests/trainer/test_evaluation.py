@@ -16,7 +16,7 @@ from compose_cases import config_of
 from policy_cases import save_policy
 
 from algorithms.config import Problem
-from rollout.config import DType
+from rollout.config import DType, Quantization
 from rollout.data.data_files import BadRow
 from rollout.data.dataset import Dataset, StreamState
 from rollout.engine import given_up
@@ -29,7 +29,7 @@ from trainer.cli.evaluate import render_results, run_eval
 from trainer.cluster.bundles import required_bundles
 from trainer.cluster.placement import engines_only
 from trainer.limits.machine import CPUS_PER_WORKER
-from trainer.run.evaluation import evaluate_sets, evaluation_metrics
+from trainer.run.evaluation import evaluate_sets, evaluation_metrics, response_rows
 from trainer.run.task import Task, data_notes
 from trainer.rundir.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
 from trainer.rundir.resume import flat_config
@@ -85,6 +85,11 @@ def test_every_set_is_evaluated_on_its_own(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="1 of 9 responses are invalid: failed 1"):
             evaluate_sets(config, task, OneFails(engine))
     engine.stop()
+    kept = response_rows(config, task, results)
+    assert [row["set"] for row in kept] == ["heldout"] * 20 + ["aime24"] * 20 + ["few"] * 3
+    assert [kept[21]["sampled"][1][key] for key in ("response", "reward", "reward_parts")] == [
+        getattr(results["aime24"].groups[1].samples[2], name) for name in ("text", "reward", "reward_parts")
+    ]  # fmt: skip
     assert [with_failures[f"eval/{name}"] for name in ("failed", "aime24/failed", "few/failed")] == [1, 1, 1]
     assert {name: result.num_prompts for name, result in results.items()} == {"heldout": 20, "aime24": 20, "few": 3}
     # The same prompts: greedy responses agree, sampled ones are drawn anew.
@@ -94,9 +99,12 @@ def test_every_set_is_evaluated_on_its_own(tmp_path: Path) -> None:
     metrics = evaluation_metrics(results)
     assert metrics["eval/accuracy"] == metrics["eval/aime24/accuracy"] == results["heldout"].accuracy
     assert metrics["eval/few/avg@2"] == results["few"].accuracy_sampled
-    shown = render_results(results).splitlines()
-    assert shown[0].split() == ["set", "prompts", "greedy", "avg@2", "pass@2", "maj@2", "tokens", "truncated"]
-    assert [row.split()[:2] for row in shown[1:]] == [["heldout", "20"], ["aime24", "20"], ["few", "3"]]
+    config.rollout.quantization = Quantization.int8
+    shown = render_results(results, config.rollout).splitlines()
+    assert shown[0].split() == ["set", "prompts", "type", "greedy", "avg@2", "pass@2", "maj@2", "tokens", "truncated"]
+    assert [row.split()[:3] for row in shown[1:]] == [
+        ["heldout", "20", "bfloat16+int8"], ["aime24", "20", "bfloat16+int8"], ["few", "3", "bfloat16+int8"]
+    ]  # fmt: skip
 
 
 def saved_checkpoint(run_dir: Path, **changes: object) -> Path:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_directory import ATTACK, hostile_sample, make_run, step_metrics, write_run
+from run_directory import ATTACK, hostile_sample, make_run, step_metrics, step_responses, write_run
 
 from trainer.cli.commands import run as parity
 from trainer.report.charts import draw
@@ -28,7 +28,7 @@ from trainer.report.data import RunData, load_run, load_runs, show, thin
 from trainer.report.headline import config_difference
 from trainer.report.page import contents, render, render_runs, write_comparison, write_report
 from trainer.report.phases import speeds
-from trainer.report.samples import coloured, prompt_frame, sample_tables, worst_samples
+from trainer.report.samples import coloured, heldout_tables, prompt_frame, sample_tables, worst_samples
 from trainer.report.sections import SECTIONS
 from trainer.report.spec import Chart, Section
 from trainer.rundir.events import Event, Severity, events_of_row
@@ -174,17 +174,84 @@ def test_thinning_keeps_every_peak() -> None:
 
 
 def test_samples_are_sorted_by_mismatch() -> None:
-    samples = [
-        {"step": 1, "k3": 1e-6},
-        {"step": 1, "k3": None},
-        {"step": 1, "k3": 5e-6},
-        {"step": 2},
-        {"step": 3, "k3": 1},
-    ]
-    first, last = sample_tables(make_run([], samples=samples))
-    assert (first.step, [row["k3"] for row in first.rows]) == (1, [5e-6, 1e-6, None])
-    assert last.step == 3
+    samples = [{"step": 1, "k3": 1e-6}, {"step": 1, "k3": None}, {"step": 1, "k3": 5e-6}, {"step": 3, "k3": 1}]
+    last, first = sample_tables(make_run([], samples=samples))
+    assert (first.title, [row["k3"] for row in first.rows]) == ("Step 1", [5e-6, 1e-6, None])
+    assert last.title == "Step 3"
     assert len(sample_tables(make_run([], samples=samples[:3]))) == 1
+
+
+def test_what_a_user_returns_and_asks_for_has_charts() -> None:
+    rows = [
+        {"step": 0, "eval/accuracy": 0.5, "eval/chars": 3.0, "eval/hard/accuracy": 0.25, "eval/num_prompts": 9.0},
+        {"step": 1, "reward/mean": 0.5, "reward/std": 0.1, "reward/chars": 4.0, "reward/form/tags": 1.0, "own/A": 2.0,
+         "episode/turns_mean": 2.0, "mismatch/rs/mine_frac": 0.1, "mismatch/rs/token_frac": 0.1, "eval/pass@2": 0.5,
+         "eval/accuracy": 1,
+         "eval/hard/accuracy": 0.5, "eval/hard/accuracy_sampled": 0.5, "eval/hard/num_prompts": 9.0},
+    ]  # fmt: skip
+    for runs in ([make_run(rows)], [make_run(rows), make_run(rows)]):
+        sections, tables = contents(runs)
+        [own] = [section for section in sections if section.title == "Your numbers"]
+        shown = {series.key: tables[series.table].columns[series.key] for c in own.charts for series in c.series}
+        assert set(shown) == {
+            "reward/chars", "eval/chars", "reward/form/tags", "own/A", "mismatch/rs/mine_frac", "eval/pass@2",
+            "eval/hard/accuracy", "eval/hard/accuracy_sampled",
+        }  # fmt: skip
+        assert (list(shown["eval/hard/accuracy"]), list(shown["reward/chars"])) == ([0.25, 0.5], [4.0])
+        assert "turns" in charts_of(sections)
+    pairs = {c.title: [series.label for series in c.series] for s in contents([make_run(rows)])[0] for c in s.charts}
+    assert pairs["reward/chars"] == ["training samples", "held-out"]
+    assert pairs["Held-out accuracy of hard"] == ["greedy", "sampled"]
+
+
+def test_held_out_responses_stand_side_by_side(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    with (run_dir / "evaluations.jsonl").open("a") as file:
+        for row in ({"step": 1}, {"step": 2, "greedy": "x", "prompt": ""}, *step_responses(1, text="in between")):
+            file.write(json.dumps({"step": 1} | row) + "\n")
+        file.write(json.dumps({"step": 2} | step_responses(2, text=ATTACK)[2]) + "\n")  # a resumed run made it again
+    run = load_run(run_dir)
+    tables = heldout_tables(run)
+    assert [table.title for table in tables] == [
+        "wrong, then right", "right, then wrong", "wrong, then wrong", "right, then right"
+    ]  # fmt: skip
+    assert [[row["response"] for row in table.prompts[0]] for table in tables] == [
+        ["0", "1"], ["2", "1"], ["3", "3"], ["3", ATTACK]
+    ]  # fmt: skip
+    html = render(run)
+    page = Elements(html)
+    assert ATTACK in page.text and not page.named("img") and "in between" not in html
+    assert "chars 1.5" in page.text and "evaluations.jsonl line 9 is not a row of a run" in html
+    once = replace(run, evaluations={0: run.evaluations[0]})
+    assert [(table.title, table.of) for table in heldout_tables(once)] == [("wrong", 2), ("right", 2)]
+
+
+def test_samples_of_all_steps_are_picked_by_chance_reward_mismatch_and_length() -> None:
+    samples = [
+        {**SAMPLE, "step": step, "sample_index": index, "reward": step / 10, "k3": index / 1000, "by_k3": index > 3,
+         "num_response_tokens": 10 * step + index}
+        for step in range(1, 21) for index in range(8)
+    ]  # fmt: skip
+    tables = {table.title: table for table in sample_tables(make_run([], samples=samples))}
+    assert list(tables)[:2] == ["Step 20", "Step 1"]
+    rows = {title.removesuffix(", all steps"): table.rows for title, table in tables.items()}
+    assert {row["reward"] for row in rows["Highest reward"]} == {2.0}
+    assert {row["reward"] for row in rows["Lowest reward"]} == {0.1}
+    assert {row["k3"] for row in rows["Largest mismatch"]} == {0.007}
+    assert rows["Longest"][0]["num_response_tokens"] == 207
+    assert len({row["step"] for row in rows["At random"]}) > 3 and not any(row["by_k3"] for row in rows["At random"])
+    assert (tables["At random, all steps"].of, len(rows["At random"])) == (80, 6)
+
+
+def test_what_a_tool_wrote_is_told_from_what_was_sampled() -> None:
+    segments = [{"sampled": True, "text": "2+3="}, {"sampled": False, "text": ATTACK}, 7, {"text": []}]
+    samples = [
+        {**SAMPLE, "segments": segments, "reward_parts": {"chars": 4.0, "bad": "x"}},
+        {**SAMPLE, "segments": 3, "reward_parts": [1]},
+    ]
+    html = render(make_run([], samples=samples))
+    assert '<span class="t">2+3=</span><span class="t off">&lt;/pre&gt;' in html
+    assert "chars 4" in html and not Elements(html).named("img")
 
 
 def test_text_of_a_model_is_only_text(run_dir: Path) -> None:
@@ -283,6 +350,7 @@ VALUES = st.recursive(
 KEYS = st.sampled_from(
     ["step", "kind", "text", "reward/mean", "eval/accuracy", "time/step_s", "time/train_s", "mismatch/k3", "prompt",
      "response", "answer", "prompt_id", "sample_index", "k3", "tokens", "correct", "by_probability", "by_position",
+     "segments", "reward_parts", "reward", "by_k3", "num_response_tokens",
      "joint", "joint_edges", "sync/gb_per_s", "perf/step_floor_frac", "rollout/groups_dropped/x"]
 )  # fmt: skip
 STEPS = st.fixed_dictionaries({"step": st.integers(0, 9)})
@@ -296,7 +364,8 @@ def test_rows_of_any_json_have_a_page(tmp_path: Path, run_dir: Path) -> None:
     def check(pairs: list[tuple[dict[str, Any], dict[str, Any]]], other: Any) -> None:
         rows = [step | row for step, row in pairs] + [SAMPLE | row for _, row in pairs]
         rows += [histogram | row for _, row in pairs]
-        for name in ("metrics.jsonl", "samples.jsonl", "histograms.jsonl", "events.jsonl"):
+        rows += [SAMPLE | {"set": "heldout", "greedy": {"response": "r"} | row} for _, row in pairs]
+        for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "histograms.jsonl", "events.jsonl"):
             (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         for name in ("config.yaml", "environment.json", "accounting.json", "status.json"):
             (tmp_path / name).write_text(json.dumps({"run": other, "correction": {"cap": other}, "status": other}))

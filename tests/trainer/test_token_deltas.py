@@ -12,7 +12,7 @@ from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.batch.packing import micro_batch
 from trainer.batch.token_deltas import MAX_TOKENS, choose, merge_ranks, worst_and_others
 from trainer.batch.train_batch import MicroBatch
-from trainer.tracking.samples import TokenLog, sample_rows, select_rows
+from trainer.tracking.samples import TokenLog, sample_rows
 
 
 def make_sample(prompt_id: int, index: int, *, num_response: int = 3, tool: int = 0) -> Sample:
@@ -29,7 +29,7 @@ def make_sample(prompt_id: int, index: int, *, num_response: int = 3, tool: int 
 class Words:
     """A tokenizer of one word per id."""
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         return f"<{token_ids[0]}>"
 
 
@@ -97,7 +97,7 @@ def test_rows_with_tokens_are_among_those_that_are_written() -> None:
     k3 = {number: 1e-6 * number for number in range(len(samples))}
     deltas = worst_and_others(scored(samples, {(0, 3): 0.123456789}), k3 | {0: 1.0, 5: 0.5}, count=2)
     log = TokenLog(deltas=deltas, tokenizer=Words())  # type: ignore[arg-type]
-    rows = select_rows(sample_rows(groups, k3=k3, tokens=log), 4)
+    rows = sample_rows(groups, count=8, k3=k3 | {0: 1.0, 5: 0.5}, advantages={}, tokens=log)
     with_tokens = {(row.prompt_id, row.sample_index): row.tokens for row in rows if row.tokens is not None}
     assert set(with_tokens) == {(0, 0), (1, 2)}, "none is lost to the choice of rows"
     kept = with_tokens[0, 0]

@@ -33,7 +33,7 @@ from trainer.rundir.checkpoint import RunState
 from trainer.rundir.rows import forget_after, read_rows
 from trainer.start.checks import start_problems
 from trainer.tracking.console import Console
-from trainer.tracking.samples import sample_rows, select_rows
+from trainer.tracking.samples import Segment, TokenLog, sample_rows
 from trainer.tracking.tracker import Tracker
 
 SECRET = "pl4nted-s3cret-value"
@@ -43,7 +43,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "new" / "run"
     tracker, stream = make_tracker(make_config(), run_dir)
     with tracker:
-        tracker.log(1, {"reward/mean": 0.5, "policy/entropy": None}, [row(1, 0), row(1, 1), row(2, 0), row(3, 0)])
+        tracker.log(1, {"reward/mean": 0.5, "policy/entropy": None}, [row(1, 0), row(1, 1), row(2, 0)])
         # Written at once, not when the run ends.
         assert read_lines(run_dir / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "policy/entropy": None}]
         assert len(read_lines(run_dir / "samples.jsonl")) == 3
@@ -63,8 +63,8 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert environment["versions"]["torch"] and environment["python"].startswith("3.")
     assert "step 1/4 | reward 0.50" in stream.getvalue()
     assert sorted(path.name for path in run_dir.iterdir()) == [
-        "config.yaml", "environment.json", "events.jsonl", "histograms.jsonl", "metrics.jsonl", "samples.jsonl",
-        "status.json",
+        "config.yaml", "environment.json", "evaluations.jsonl", "events.jsonl", "histograms.jsonl", "metrics.jsonl",
+        "samples.jsonl", "status.json",
     ]  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_a_sample_is_written_whole(tmp_path: Path) -> None:
         {
             "step": 1, "prompt_id": 5, "sample_index": 2, "prompt": "40+2=", "response": "<b>\u2028?é", "answer": "42",
             "reward": 1.0, "correct": True, "advantage": 0.5, "num_response_tokens": 3, "finish_reason": "stop",
-            "policy_version": 7, "rollout_logprob_mean": -0.25, "k3": 1e-5,
+            "policy_version": 7, "rollout_logprob_mean": -0.25, "k3": 1e-5, "reward_parts": {}, "by_k3": False,
         }
     ]  # fmt: skip
 
@@ -235,26 +235,51 @@ def test_an_interrupted_run_says_so(ended: BaseException, tmp_path: Path) -> Non
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "interrupted"
 
 
-def test_sample_rows_and_selection() -> None:
-    sample = Sample(
-        prompt_id=4, sample_index=1, token_ids=[1, 2, 3, 4], response_mask=[False, True, True, False],
-        rollout_logprobs=[0.0, -1.0, -0.5, 0.0], token_versions=[0, 4, 3, 0],
-        finish_reason=FinishReason.length, text="no", reward=0.0, correct=False,
-    )  # fmt: skip
-    group = SampleGroup(prompt=Prompt(prompt_id=4, token_ids=[1], text="1+1=", answer="2"), samples=[sample])
-    (made,) = sample_rows([group], advantages={0: -1.0}, k3={0: 2e-6})
-    assert made.advantage == -1.0
-    assert (made.rollout_logprob_mean, made.num_response_tokens, made.k3, made.answer) == (-0.75, 2, 2e-6, "2")
-    twice = sample_rows([group, group], advantages={0: -1.0, 1: 1.0}, k3={0: 2e-6, 1: 4e-6})
-    assert [(r.advantage, r.k3) for r in twice] == [(-1.0, 2e-6), (1.0, 4e-6)], "a prompt that comes twice in a step"
-    assert [r.k3 for r in select_rows(twice, 2)] == [4e-6, 2e-6], "no row is lost"
-    assert sample_rows([group])[0].k3 is None and sample_rows([group])[0].advantage is None
+class Letters:
+    """A tokenizer whose tokens are letters; 0 is a special token."""
 
-    without = [row(prompt, index) for prompt in (1, 2, 3) for index in (0, 1)]
-    assert [(r.prompt_id, r.sample_index) for r in select_rows(without, 4)] == [(1, 0), (2, 0), (3, 0), (1, 1)]
-    with_k3 = [row(1, 0, 1e-6), row(1, 1, 9e-6), row(2, 0, 2e-6), row(2, 1, 5e-6)]
-    assert [r.k3 for r in select_rows(with_k3, 3)] == [9e-6, 1e-6, 2e-6]
-    assert select_rows(with_k3, 0) == []
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join("_abcdefgh"[token] for token in token_ids if token or not skip_special_tokens)
+
+
+def some_group(prompt_id: int, **parts: float) -> SampleGroup:
+    """A prompt of one token, and a response in which a tool wrote "b" first and "ef" between two turns."""
+    sample = Sample(
+        prompt_id=prompt_id, sample_index=1, token_ids=[1, 2, 3, 4, 5, 6, 7, 0],
+        response_mask=[False, False, True, True, False, False, True, True],
+        rollout_logprobs=[0.0, 0.0, -1.0, -0.5, 0.0, 0.0, -0.5, -1.0], token_versions=[0, 0, 4, 3, 0, 0, 4, 4],
+        finish_reason=FinishReason.length, text="no", reward=0.0, correct=False, reward_parts=parts,
+    )  # fmt: skip
+    return SampleGroup(prompt=Prompt(prompt_id=prompt_id, token_ids=[1], text="1+1=", answer="2"), samples=[sample])
+
+
+LOG = TokenLog(deltas={}, tokenizer=Letters())  # type: ignore[arg-type]
+
+
+def test_a_sample_has_its_numbers_and_tells_what_the_model_did_not_sample(tmp_path: Path) -> None:
+    made = sample_rows([some_group(4, chars=2.0)], count=3, advantages={0: -1.0}, k3={0: 2e-6}, tokens=LOG)
+    shown = [Segment(sampled=False, text="b"), Segment(sampled=True, text="cd"), Segment(sampled=False, text="ef")]
+    assert made[0].segments == [*shown, Segment(sampled=True, text="g")]
+    tracker, _ = make_tracker(make_config(), tmp_path / "run")
+    with tracker:
+        tracker.log(1, {}, [*made, row(1, 0)])
+    first, plain = read_lines(tmp_path / "run" / "samples.jsonl")
+    assert (first["reward_parts"], first["segments"][2]) == ({"chars": 2.0}, {"sampled": False, "text": "ef"})
+    assert (first["rollout_logprob_mean"], first["num_response_tokens"], first["answer"]) == (-0.75, 4, "2")
+    assert "segments" not in plain and "tokens" not in plain
+
+
+def test_half_of_the_samples_of_a_step_have_the_largest_k3_and_chance_picks_the_rest() -> None:
+    groups = [some_group(number) for number in range(40)]
+    k3 = {number: 1e-6 * number for number in range(40)}
+    made = sample_rows(groups, count=8, advantages={}, k3=k3, tokens=LOG)
+    assert [row.prompt_id for row in made if row.by_k3] == [39, 38, 37, 36]
+    others = [row.prompt_id for row in made if not row.by_k3]
+    assert len(others) == 4 and others != [0, 1, 2, 3] and others != [35, 34, 33, 32]
+    assert sample_rows(groups, count=8, advantages={}, k3=k3, tokens=LOG) == made
+    assert sample_rows(groups, count=0, advantages={}, k3=k3, tokens=LOG) == []
+    twice = sample_rows(groups[:1] * 2, count=3, advantages={0: -1.0, 1: 1.0}, k3={0: 2e-6, 1: 4e-6}, tokens=LOG)
+    assert [(row.advantage, row.k3) for row in twice] == [(1.0, 4e-6), (-1.0, 2e-6)], "a prompt twice in a step"
 
 
 def tensorboard_points(directory: Path) -> list[tuple[str, int, float]]:
@@ -282,6 +307,7 @@ def tensorboard_points(directory: Path) -> list[tuple[str, int, float]]:
 def test_an_evaluation_before_training_has_a_row_of_its_own(tmp_path: Path) -> None:
     tracker, stream = make_tracker(make_config(), tmp_path / "run")
     with tracker:
+        tracker.log_responses(0, [{"set": "heldout", "prompt_id": 3}])
         tracker.log_evaluation(0, {"eval/accuracy": 0.25, "eval/maj@2": None})
         tracker.log(1, {"reward/mean": 0.5, "eval/accuracy": 0.75})
         tracker.log_evaluation(1, {})  # given up
@@ -289,6 +315,8 @@ def test_an_evaluation_before_training_has_a_row_of_its_own(tmp_path: Path) -> N
         {"step": 0, "eval/accuracy": 0.25, "eval/maj@2": None},
         {"step": 1, "reward/mean": 0.5, "eval/accuracy": 0.75},
     ]
+    responses = read_lines(tmp_path / "run" / "evaluations.jsonl")
+    assert responses == [{"step": 0, "set": "heldout", "prompt_id": 3}]
     lines = [line.partition(" | ")[0] for line in stream.getvalue().splitlines()]
     assert lines[-3:] == ["held-out before step 1", "step 1/4", "held-out after step 1"]
 

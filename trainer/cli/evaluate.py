@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from algorithms.config import NOT_SET, ConfigError, Problem
+from rollout.config import EngineConfig, Quantization
 from trainer.cli.arguments import parse_recipe
 from trainer.cli.parsers import BEST
 from trainer.cli.tables import rows_text
@@ -144,7 +145,7 @@ def _evaluate(config: TrainConfig, source: WeightsSource, checkpoint: Checkpoint
         return ended.exit_code
     except Exception as error:
         return failed(error, run_dir, command=NAME)
-    to_stdout(render_results(evaluated.results))
+    to_stdout(render_results(evaluated.results, config.rollout))
     for name, result in evaluated.results.items():
         if result.num_failed or result.num_unscored:
             counts = f"{result.num_failed} responses failed and {result.num_unscored} have no reward"
@@ -153,19 +154,21 @@ def _evaluate(config: TrainConfig, source: WeightsSource, checkpoint: Checkpoint
     return DONE
 
 
-def render_results(results: Mapping[str, EvalResult]) -> str:
-    """Table with one row per set; the number after +- is the standard error over prompts."""
+def render_results(results: Mapping[str, EvalResult], rollout: EngineConfig) -> str:
+    """Table with one row per set and the type of the engines; the number after +- is the standard error over
+    prompts."""
+    types = [rollout.dtype.name] + ([] if rollout.quantization is Quantization.none else [rollout.quantization.name])
     first = next(iter(results.values()))
     many = first.num_samples > 1
     passes = [k for k in first.pass_at if k > 1] if many else []
     majority = [f"maj@{first.num_samples}"] if many else []
-    titles = ["set", "prompts", "greedy", f"avg@{first.num_samples}", *(f"pass@{k}" for k in passes), *majority]
+    titles = ["set", "prompts", "type", "greedy", f"avg@{first.num_samples}", *(f"pass@{k}" for k in passes), *majority]
     rows = [[*titles, "tokens", "truncated"]]
     for name, result in results.items():
         shares = [_share(result.accuracy, result.accuracy_error), _share(result.accuracy_sampled, result.sampled_error)]
         shares += [*(_share(result.pass_at[k]) for k in passes), *(_share(result.majority) for _ in majority)]
         cells = [f"{result.response_tokens_mean:.1f}", _share(result.truncated_frac)]
-        rows.append([name, str(result.num_prompts), *shares, *cells])
+        rows.append([name, str(result.num_prompts), "+".join(types), *shares, *cells])
     return rows_text(rows, num_words=1)
 
 

@@ -84,7 +84,10 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     yield "checkpoints", _checkpoints(config)
     if config.dump.every:
         yield "dumps", _dumps(config)
-    yield "files", f"{output_dir}: metrics.jsonl, samples.jsonl, histograms.jsonl, report, logs, config.yaml"
+    yield (
+        "files",
+        f"{output_dir}: metrics.jsonl, samples.jsonl, evaluations.jsonl, histograms.jsonl, report, logs, config.yaml",
+    )
     yield "tracking", _tracking(config, output_dir)
 
 

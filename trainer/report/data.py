@@ -8,7 +8,7 @@ as missing, and long text is cut. So what follows needs not doubt the rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 from trainer.rundir.rows import read_lines
 from trainer.rundir.run_dir import (
+    EVALUATIONS_FILE,
     EVENTS_FILE,
     HISTOGRAMS_FILE,
     METRICS_FILE,
@@ -55,6 +56,8 @@ class RunData:
     samples: list[Row]
     histograms: list[Row]
     """histograms.jsonl: difference of the engines, one mapping per step, in the order of `step`."""
+    evaluations: dict[int, list[Row]]
+    """evaluations.jsonl: step -> prompts with their greedy response, of the first evaluation and of the last one."""
     events: list[Row]
     """events.jsonl: what happened beside the numbers, in the order of the file."""
     config: Row
@@ -105,7 +108,8 @@ def load_run(run_dir: Path) -> RunData:
         rows=rows_by_step(_read_lines(metrics, remarks)),
         samples=[_cut(row) for row in _read_lines(run_dir / SAMPLES_FILE, remarks, needed=_is_sample)],
         histograms=rows_by_step(_read_lines(run_dir / HISTOGRAMS_FILE, remarks)),
-        events=_read_lines(run_dir / EVENTS_FILE, remarks, needed=_is_event),
+        evaluations=_read_evaluations(run_dir / EVALUATIONS_FILE, remarks),
+        events=list(_read_lines(run_dir / EVENTS_FILE, remarks, needed=_is_event)),
         config=_read_mapping(run_dir / "config.yaml", remarks),
         earlier=[(step, _read_mapping(path, remarks)) for step, path in earlier_configs(run_dir)],
         environment=_read_mapping(run_dir / "environment.json", remarks),
@@ -218,7 +222,7 @@ def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
     return [replace(run, name="/".join(one[-depth:])) for run, one in zip(runs, parts, strict=True)]
 
 
-def rows_by_step(rows: Sequence[Row]) -> list[Row]:
+def rows_by_step(rows: Iterable[Row]) -> list[Row]:
     """One row per step, in the order of `step`: an evaluation that was made up for has a row of its own."""
     by_step: dict[int, Row] = {}
     for row in filter(has_step, rows):
@@ -226,11 +230,10 @@ def rows_by_step(rows: Sequence[Row]) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _read_lines(path: Path, remarks: list[str], *, needed: Callable[[Row], bool] = has_step) -> list[Row]:
+def _read_lines(path: Path, remarks: list[str], *, needed: Callable[[Row], bool] = has_step) -> Iterator[Row]:
     if not path.is_file():
         remarks.append(f"{path.name} is missing")
-        return []
-    rows: list[Row] = []
+        return
     wrong: list[str] = []
     for line in read_lines(path):
         if line.row is None:
@@ -238,16 +241,32 @@ def _read_lines(path: Path, remarks: list[str], *, needed: Callable[[Row], bool]
         elif not needed(line.row):
             wrong.append(f"{path.name} line {line.number} is not a row of a run and is left out")
         else:
-            rows.append(line.row)
+            yield line.row
     remarks += wrong[:_SHOWN_LINES]
     if len(wrong) > _SHOWN_LINES:
         remarks.append(f"{path.name}: {len(wrong) - _SHOWN_LINES:,} more lines are left out")
-    return rows
+
+
+def _read_evaluations(path: Path, remarks: list[str]) -> dict[int, list[Row]]:
+    """Only two evaluations are held at a time: their texts may be large."""
+    found: dict[int, list[Row]] = {}
+    for row in _read_lines(path, remarks, needed=_is_answered):
+        kept = {key: row[key] for key in ("step", "set", "prompt_id", "prompt", "answer")}
+        found.setdefault(row["step"], []).append(_cut(kept | row["greedy"]))
+        for between in sorted(found)[1:-1]:
+            del found[between]
+    return found
 
 
 def _is_sample(row: Row) -> bool:
     """True for a row with what every sample has."""
     return has_step(row) and {"prompt_id", "sample_index"} <= row.keys() and all(key in row for key in _TEXTS)
+
+
+def _is_answered(row: Row) -> bool:
+    """True for a prompt of an evaluation, with its greedy response."""
+    has_response = at(row, "greedy", "response") is not None
+    return has_step(row) and has_response and {"set", "prompt_id", "prompt", "answer"} <= row.keys()
 
 
 def _is_event(row: Row) -> bool:

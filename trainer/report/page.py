@@ -24,7 +24,17 @@ from trainer.report.bins import diagnosis_section, histogram_section, unreadable
 from trainer.report.data import RunData, at, load_runs, plain
 from trainer.report.frame import render_page
 from trainer.report.present import MAX_POINTS, dash_of, present, run_tables, slot_of
-from trainer.report.samples import WORST_SAMPLES, coloured, legend, prompt_frame, sample_tables, worst_samples
+from trainer.report.samples import (
+    WORST_SAMPLES,
+    coloured,
+    heldout_tables,
+    legend,
+    parts,
+    prompt_frame,
+    sample_tables,
+    told_apart,
+    worst_samples,
+)
 from trainer.report.sections import MISMATCH, SECTIONS, own_numbers
 from trainer.report.spec import MAX_PLAIN_POINTS, Section, Table
 from trainer.rundir.run_dir import REPORT_FILE, write_whole
@@ -72,9 +82,9 @@ def render(run: RunData) -> str:
         "profile_kinds": phases.PROFILE_KINDS,
         "assumptions": assumptions if isinstance(assumptions, list) else [],
         "thinned": drawn if drawn < len(run.steps) else None,
+        "heldout_tables": heldout_tables(run),
         "sample_tables": sample_tables(run),
         "frame": prompt_frame(run),
-        "coloured": coloured,
         "config_sections": headline.config_sections(run),
         "environment_facts": headline.environment_facts(run),
         "long_text": _LONG_TEXT,
@@ -104,6 +114,9 @@ def _render(template: str, runs: Sequence[RunData], context: Mapping[str, object
     names, count = ([""], WORST_SAMPLES) if len(runs) == 1 else ([run.name for run in runs], _WORST_OF_EACH)
     named = list(zip(names, runs, strict=True))
     common = {
+        "coloured": coloured,
+        "told_apart": told_apart,
+        "parts_of": parts,
         "phases": phases.phases(runs),
         "smoothed": any(len(run.steps) > MAX_PLAIN_POINTS for run in runs),
         "worst": [
@@ -122,7 +135,7 @@ def _render(template: str, runs: Sequence[RunData], context: Mapping[str, object
 def contents(runs: Sequence[RunData]) -> tuple[list[Section], dict[str, Table]]:
     """The charts of one run, or of several runs together, and their numbers."""
     alone = len(runs) == 1
-    metrics = {metric for run in runs for row in run.steps for metric in row}
+    metrics = {metric for run in runs for row in run.rows for metric in row}
     sections = present([*SECTIONS, own_numbers(metrics)], runs)
     place = next((index for index, section in enumerate(sections, 1) if section.title == MISMATCH.title), 0)
     tables: dict[str, Table] = {}

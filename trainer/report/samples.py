@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trainer.report.data import Row, RunData, at, is_number
+from trainer.report.data import Row, RunData, at, cut, is_number, show
 
 WORST_SAMPLES = 8
 """Number of samples with coloured tokens on the page of one run, over all steps."""
@@ -21,6 +22,15 @@ SHORT_TOKENS = 64
 MAX_TOKENS = 4096
 """Tokens of a sample on the page, each of at most MAX_TOKEN_CHARS; the tracker writes fewer."""
 MAX_TOKEN_CHARS = 200
+PICKED = 6
+"""Samples of each kind that are picked from all steps, and held-out prompts of each kind."""
+_PICKS = (
+    ("Highest reward", "reward", -1),
+    ("Lowest reward", "reward", 1),
+    ("Largest mismatch", "k3", -1),
+    ("Longest", "num_response_tokens", -1),
+)
+"""(title, number of a sample, sign with which it is sorted)."""
 LEAST_FRAME = 24
 """Number of equal characters at one end of all prompts from which they are shown once instead of in every prompt."""
 DECADES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -60,10 +70,22 @@ class ColouredSample:
 
 
 class SampleTable(NamedTuple):
-    """The samples of one step, the worst K3 first."""
+    """Some samples under a title."""
 
-    step: int
+    title: str
+    of: int
+    """Number of samples from which they are taken."""
     rows: list[Row]
+
+
+class HeldOutTable(NamedTuple):
+    """Held-out prompts of one kind, "right, then wrong"."""
+
+    title: str
+    of: int
+    """Number of prompts of the kind."""
+    prompts: list[list[Row]]
+    """For each prompt its greedy response at the first and at the last evaluation; one if there was one evaluation."""
 
 
 class PromptFrame(NamedTuple):
@@ -96,13 +118,62 @@ def _shared_start(texts: Sequence[str]) -> str:
 
 
 def sample_tables(run: RunData) -> list[SampleTable]:
-    """The samples of the first and of the last step that has samples."""
-    rows = [row for row in run.samples if is_number(row, "step")]
+    """The samples of the last and the first step that has samples, the worst K3 first; and some of all steps, picked by
+    chance, reward, K3 and length. Of equal ones chance picks."""
+    rows = sorted(run.samples, key=_by_chance)
     steps = sorted({row["step"] for row in rows})
-    return [
-        SampleTable(step, sorted((row for row in rows if row["step"] == step), key=_worst_first))
-        for step in sorted({*steps[:1], *steps[-1:]})
+    tables = [
+        SampleTable(f"Step {step}", len(chosen), chosen)
+        for step in sorted({*steps[:1], *steps[-1:]}, reverse=True)
+        for chosen in [sorted((row for row in rows if row["step"] == step), key=_worst_first)]
     ]
+    if len(steps) < 3:
+        return tables
+    picks: list[tuple[str, Sequence[Row]]] = [("At random", [row for row in rows if not at(row, "by_k3")])]
+    for title, key, sign in _PICKS:
+        known = [row for row in rows if is_number(row, key)]
+        picks.append((title, sorted(known, key=lambda row, key=key, sign=sign: sign * row[key])))  # type: ignore[misc]
+    return tables + [
+        SampleTable(f"{title}, all steps", len(found), [*found[:PICKED]]) for title, found in picks if found
+    ]
+
+
+def heldout_tables(run: RunData) -> list[HeldOutTable]:
+    """Held-out prompts by what became of them from the first evaluation to the last one, some of each kind."""
+    answers: dict[tuple[str, str], dict[int, Row]] = {}
+    for step, rows in sorted(run.evaluations.items()):
+        for row in rows:  # an evaluation that was made again comes later
+            answers.setdefault((str(row["set"]), str(row["prompt_id"])), {})[step] = row
+    kinds: dict[tuple[bool, ...], list[list[Row]]] = {}
+    for by_step in answers.values():
+        if len(by_step) == len(run.evaluations):
+            kind = tuple(at(row, "correct") is True for row in by_step.values())
+            kinds.setdefault(kind, []).append(list(by_step.values()))
+    return [
+        HeldOutTable(", then ".join("right" if each else "wrong" for each in kind), len(found), found[:PICKED])
+        for kind, found in sorted(kinds.items(), key=lambda item: (-len(set(item[0])), item[0]))  # changes first
+    ]
+
+
+def told_apart(row: Row) -> list[tuple[bool, str]]:
+    """(True if the model sampled it, text) of each segment of a response; empty if nothing else wrote in it."""
+    segments = at(row, "segments")
+    found = (
+        [(at(each, "sampled") is not False, str(at(each, "text"))) for each in segments if at(each, "text")]
+        if isinstance(segments, list)
+        else []
+    )
+    return [(sampled, cut(text)) for sampled, text in found]
+
+
+def parts(row: Row) -> list[str]:
+    """What the reward function returned beside the score, as "name value"."""
+    found = at(row, "reward_parts")
+    return (
+        [f"{key} {show(found[key], 'number')}" for key in found if is_number(found, key)]
+        if isinstance(found, dict)
+        else []
+    )
 
 
 def worst_samples(run: RunData, *, count: int = WORST_SAMPLES) -> list[ColouredSample]:
@@ -148,6 +219,11 @@ def _token(text: str, logprob: Any, delta: Any) -> Token:
 
 def _number(edge: float) -> str:
     return f"{edge:.0e}".replace("e-0", "e-") if edge < 1e-3 else f"{edge:g}"
+
+
+def _by_chance(row: Row) -> int:
+    """Sort key: the same order every time, which says nothing about the sample."""
+    return zlib.crc32(repr([at(row, key) for key in ("step", "prompt_id", "sample_index")]).encode())
 
 
 def _worst_first(row: Row) -> float:

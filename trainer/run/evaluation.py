@@ -92,6 +92,11 @@ def evaluation_metrics(results: Mapping[str, EvalResult]) -> dict[str, float | N
     return metrics
 
 
+def response_rows(config: TrainConfig, task: Task, results: Mapping[str, EvalResult]) -> list[dict[str, object]]:
+    """The responses of all sets, one row per prompt, as eval.jsonl has them."""
+    return [row for name, result in results.items() for row in _rows(_plan(config, task, name), result.groups)]
+
+
 def evaluate_model(
     config: TrainConfig,
     source: WeightsSource,
@@ -203,6 +208,7 @@ def _conditions(config: TrainConfig, task: Task, infos: list[EngineInfo]) -> dic
         },
         "engines": [info.name for info in infos],
         "engine_dtype": config.rollout.dtype.name,
+        "engine_quantization": config.rollout.quantization.name,
         "reward_function": config.reward.function,
     }
 
@@ -231,6 +237,7 @@ def _rows(plan: EvalPlan, groups: Sequence[SampleGroup]) -> list[dict[str, objec
                 "extracted": sample.extracted,
                 "correct": sample.correct,
                 "reward": sample.reward,
+                "reward_parts": sample.reward_parts,
                 "num_response_tokens": sample.num_response_tokens,
                 "finish_reason": sample.finish_reason.name,
             }

@@ -49,7 +49,7 @@ from trainer.report.page import write_report
 from trainer.run.accounting import StepAccounting, look_at_hardware
 from trainer.run.adapter_probe import probe_adapter
 from trainer.run.dumper import StepDumper
-from trainer.run.evaluation import evaluate_sets, evaluation_metrics
+from trainer.run.evaluation import evaluate_sets, evaluation_metrics, response_rows
 from trainer.run.guard import Guard, build_guard
 from trainer.run.notices import Notices
 from trainer.run.probe import probe_logprobs
@@ -258,7 +258,7 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
             with log.phase("sync"):
                 synced = sync_weights(policy, engines, policy_version=policy_version).metrics()
             if is_evaluated(config, step):
-                evaluation = evaluate_policy(run, log, is_last=step == config.run.num_steps)
+                evaluation = evaluate_policy(run, log, step)
         run.ending.trained(run_state(run, step, policy_version, evaluation))
         more = synced | evaluation | episode_metrics(run.sampler) | run.task.scorer.outage_metrics()
         more |= run.cluster.metrics() | profiler.metrics()
@@ -287,7 +287,7 @@ def step_log(run: Run, *, is_resumed: bool) -> StepLog:
 def evaluate_before_step(run: Run, log: StepLog, step: int) -> None:
     """Evaluate the weights that the run begins with, as a phase of its own: a failure is not one of the start."""
     run.tracker.console.phase(f"evaluating before step {step}")
-    run.tracker.log_evaluation(step - 1, evaluate_policy(run, log))
+    run.tracker.log_evaluation(step - 1, evaluate_policy(run, log, step - 1))
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
@@ -375,13 +375,16 @@ def is_evaluated(config: TrainConfig, step: int) -> bool:
     return (config.eval.every > 0 and step % config.eval.every == 0) or step == config.run.num_steps
 
 
-def evaluate_policy(run: Run, log: StepLog, *, is_last: bool = False) -> dict[str, float | None]:
+def evaluate_policy(run: Run, log: StepLog, step: int) -> dict[str, float | None]:
     """Accuracy on every evaluation set, greedy and sampled, as metrics; training goes on as if it had not been.
 
     What the engines sample for later steps goes on beside it, and is not waited for. A request to end gives the
-    evaluation up (KeyboardInterrupt), and a resumed run makes up for it; the `is_last` one of a run is finished.
+    evaluation after `step` up (KeyboardInterrupt), and a resumed run makes up for it; that of the last step is
+    finished. The responses are kept in the run directory.
     """
     then = "the evaluation is given up; what is trained is saved"
-    until = nullcontext() if is_last else run.termination.interruptible(then)
+    until = nullcontext() if step == run.config.run.num_steps else run.termination.interruptible(then)
     with until, log.phase("eval"), run.engines.resident():
-        return evaluation_metrics(evaluate_sets(run.config, run.task, run.sampler))
+        results = evaluate_sets(run.config, run.task, run.sampler)
+    run.tracker.log_responses(step, response_rows(run.config, run.task, results))
+    return evaluation_metrics(results)

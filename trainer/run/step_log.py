@@ -95,7 +95,11 @@ class StepLog:
             judged, events = self._guard.observe(step, metrics)
             tokens = TokenLog(deltas=report.token_deltas, tokenizer=self._tokenizer)
             rows = sample_rows(
-                collected.groups, advantages=report.sample_advantages, k3=report.sample_k3, tokens=tokens
+                collected.groups,
+                count=self._tracker.samples_per_step,
+                k3=report.sample_k3,
+                advantages=report.sample_advantages,
+                tokens=tokens,
             )
             self._tracker.log(step, metrics | judged, rows)
             self._tracker.log_histograms(step, report.histograms)

@@ -32,10 +32,11 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 HISTOGRAMS_FILE = "histograms.jsonl"
 EVENTS_FILE = "events.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
 REPORT_FILE = "report.html"
 LOGS = "logs"
 PROFILE = "profile"
-ROW_FILES = (METRICS_FILE, SAMPLES_FILE, HISTOGRAMS_FILE, EVENTS_FILE)
+ROW_FILES = (METRICS_FILE, SAMPLES_FILE, HISTOGRAMS_FILE, EVENTS_FILE, EVALUATIONS_FILE)
 LISTED_RUNS = 5
 UNFINISHED = ".unfinished"
 """Ending of a file that is not whole yet."""

@@ -7,12 +7,14 @@ have them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 
-from rollout.types import FinishReason, Sample, SampleGroup
-from trainer.batch.token_deltas import SampleNumber, TokenDeltas
+from rollout.types import FinishReason, Prompt, Sample, SampleGroup
+from trainer.batch.token_deltas import SampleNumber, TokenDeltas, choose
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +31,25 @@ class SampleTokens:
     """[M] log pi_rollout, nats; None where the model did not sample the token."""
     deltas: list[float | None]
     """[M] log pi_old - log pi_rollout, nats; None likewise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Consecutive tokens that the model sampled, or that a rollout function has shown to it."""
+
+    sampled: bool
+    text: str
+    """Decoded by themselves, without special tokens."""
+
+
+def segments(prompt: Prompt, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Segment] | None:
+    """The turns of a response and what stands between them; None if the model sampled all that follows the prompt."""
+    begin = len(prompt.token_ids)
+    tokens = list(zip(sample.response_mask[begin:].tolist(), sample.token_ids[begin:].tolist(), strict=True))
+    if all(sampled for sampled, _ in tokens):
+        return None
+    runs = [(sampled, [token for _, token in run]) for sampled, run in groupby(tokens, key=itemgetter(0))]
+    return [Segment(sampled=on, text=str(tokenizer.decode(ids, skip_special_tokens=True))) for on, ids in runs]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +95,12 @@ class SampleRow:
     """Mean log pi_rollout over the response, nats per token."""
     k3: float | None = None
     """K3 of this sample: mean over its response of expm1(Delta) - Delta."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Further numbers that the reward function returned."""
+    by_k3: bool = False
+    """True if it was kept because its K3 is among the largest of the step; the others are picked without a look."""
+    segments: list[Segment] | None = None
+    """What follows the prompt, where a rollout function wrote a part of it; else the row has no such key."""
     tokens: SampleTokens | None = None
     """Delta of its tokens, where it is one of those that have it; else the row has no such key."""
 
@@ -81,11 +108,12 @@ class SampleRow:
 def sample_rows(
     groups: Sequence[SampleGroup],
     *,
-    advantages: Mapping[SampleNumber, float] | None = None,
-    k3: Mapping[SampleNumber, float] | None = None,
-    tokens: TokenLog | None = None,
+    count: int,
+    k3: Mapping[SampleNumber, float],
+    advantages: Mapping[SampleNumber, float],
+    tokens: TokenLog,
 ) -> list[SampleRow]:
-    """The samples of a step as rows, in the order in which the step packed them."""
+    """At most `count` samples of a step as rows: half by the largest K3, the rest by chance (`choose`)."""
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
     return [
         SampleRow(
@@ -96,27 +124,20 @@ def sample_rows(
             answer=prompt.answer,
             reward=sample.reward,
             correct=sample.correct,
-            advantage=None if advantages is None else advantages.get(number),
+            advantage=advantages.get(number),
             num_response_tokens=sample.num_response_tokens,
             finish_reason=sample.finish_reason,
             policy_version=sample.policy_version,
             rollout_logprob_mean=float(sample.rollout_logprobs[sample.response_mask].mean()),
-            k3=None if k3 is None else k3.get(number),
-            tokens=None if tokens is None else tokens.of(number, sample),
+            k3=k3[number],
+            reward_parts=sample.reward_parts,
+            by_k3=place < count - count // 2,
+            segments=segments(prompt, sample, tokens.tokenizer),
+            tokens=tokens.of(number, sample),
         )
-        for number, (prompt, sample) in enumerate(samples)
+        for place, number in enumerate(choose(k3, count=count))
+        for prompt, sample in [samples[number]]
     ]
-
-
-def select_rows(rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
-    """At most `count` rows: the worst by K3 fill half of the places, then come those with tokens, and the rest go round
-    over the prompts."""
-    by_k3 = sorted((row for row in rows if row.k3 is not None), key=lambda row: -(row.k3 or 0.0))
-    worst = by_k3[: count // 2]
-    taken = {id(row) for row in worst}  # two rows of a step may be equal
-    others = [row for row in rows if id(row) not in taken]
-    ordered = sorted(others, key=lambda row: (row.tokens is None, row.sample_index))
-    return worst + ordered[: count - len(worst)]
 
 
 def _short(value: float | None) -> float | None:

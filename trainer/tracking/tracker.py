@@ -9,6 +9,7 @@ an error there is one warning and a count. The directory of a run:
     accounting.json    what the fractions of the hardware's limits stand on
     samples.jsonl      some samples per step, a few of them with the Delta of each token
     histograms.jsonl   where in probability and position the engines differ, one object per step
+    evaluations.jsonl  every response to the held-out prompts, one object per prompt and evaluation
     events.jsonl       what happened beside the numbers (trainer/rundir/events.py)
     wandb_run.json     and wandb/: the W&B side (wandb_run.py, wandb_sink.py)
     tensorboard/       the same numbers for TensorBoard, if tracking.tensorboard (tensorboard_sink.py)
@@ -43,6 +44,7 @@ from trainer.rundir.rows import DAMAGED_SUFFIX, forget_after
 from trainer.rundir.run_dir import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
+    EVALUATIONS_FILE,
     EVENTS_FILE,
     HISTOGRAMS_FILE,
     METRICS_FILE,
@@ -59,7 +61,7 @@ from trainer.rundir.run_dir import (
 )
 from trainer.text.plain import counted
 from trainer.tracking.console import Console
-from trainer.tracking.samples import SampleRow, select_rows
+from trainer.tracking.samples import SampleRow
 from trainer.tracking.sink_thread import SinkThread
 from trainer.tracking.tensorboard_sink import TensorBoardSink
 from trainer.tracking.wandb_panels import Panels
@@ -89,6 +91,8 @@ class Tracker:
         self.console = console if console is not None else Console(config.run.num_steps)
         self.errors = 0
         """Failed writes to anything but metrics.jsonl."""
+        self.samples_per_step = config.tracking.samples_per_step
+        """Samples of a step that belong to samples.jsonl."""
         self._config = config
         self._run_dir = run_dir
         self._resumed = resumed
@@ -190,7 +194,7 @@ class Tracker:
         Args:
             step: larger than the step before.
             metrics: null means absent; a value that is not finite becomes null and is named in `nonfinite`.
-            samples: at most `tracking.samples_per_step` of them are kept (`select_rows`).
+            samples: the rows of samples.jsonl.
 
         Raises OSError if metrics.jsonl cannot be written, ValueError or TypeError for a row that makes no sense.
         """
@@ -213,6 +217,13 @@ class Tracker:
         if metrics:
             self._log_row(step, metrics)
             self._best_effort("console", lambda: self.console.evaluation(step, metrics))
+
+    def log_responses(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Keep what an evaluation after `step` got as answers, a JSON object per prompt; a failure is a warning."""
+        for row in rows:
+            self._best_effort(
+                EVALUATIONS_FILE, functools.partial(self._append, EVALUATIONS_FILE, {"step": step, **row})
+            )
 
     def log_assumptions(self, lines: Sequence[str]) -> None:
         """Keep what the fractions of the hardware's limits stand on, for the report."""
@@ -298,12 +309,13 @@ class Tracker:
 
     def _log_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
         written = []
-        for sample in select_rows(samples, self._config.tracking.samples_per_step):
+        for sample in samples:
             row = {"step": step, **asdict(sample), "finish_reason": sample.finish_reason.name}
             finite = {key: None if _is_nonfinite(value) else value for key, value in row.items()}
-            tokens = finite.pop("tokens")
-            self._append(SAMPLES_FILE, finite if tokens is None else {**finite, "tokens": tokens})
-            written.append(finite)
+            some = {key: value for key in ("segments", "tokens") if (value := finite.pop(key)) is not None}
+            self._append(SAMPLES_FILE, finite | some)
+            # W&B has the columns of the first row, and one type for each.
+            written.append({**finite, "reward_parts": json.dumps(finite["reward_parts"])})
         if written and self._config.tracking.wandb_samples:
             self._send(Panels.log_samples, step, written)
 
