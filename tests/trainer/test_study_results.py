@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import functools
 import json
 import re
+import shutil
 from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
@@ -18,8 +20,18 @@ from test_study import grid_of
 from trainer.study.config import StudyConfig
 from trainer.study.grid import Cell, Study
 from trainer.study.page import curves_table, write_study
-from trainer.study.ranking import TITLES, apart, chance_apart, rank, study_notes, table_rows
-from trainer.study.results import CHARTS, CellRecord, CellResult, Spread, Stage, cell_result, read_records, spread
+from trainer.study.ranking import TITLES, apart, chance_apart, interval, rank, study_notes, table_rows
+from trainer.study.results import (
+    CHARTS,
+    CellRecord,
+    CellResult,
+    Spread,
+    Stage,
+    cell_result,
+    read_records,
+    read_results,
+    spread,
+)
 
 
 def result(
@@ -245,7 +257,69 @@ def test_the_numbers_are_beside_the_page(grid: Study, study_dir: Path) -> None:
     assert "1 of 8 runs have not ended" in html
 
 
-def test_a_study_that_grew_keeps_what_it_knows_of_other_cells(grid: Study, study_dir: Path, tmp_path: Path) -> None:
-    other = {"rloo-int8-seed9": CellRecord(seconds=1.5, error="x")}
-    assert write_study(grid, tmp_path, other, command="parity study") == ""
-    assert read_records(tmp_path)["rloo-int8-seed9"] == CellRecord(seconds=1.5, error="x")
+def test_a_study_that_goes_on_with_less_keeps_its_finished_cells(grid: Study, study_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(study_dir, directory := tmp_path / "study")
+    fewer = grid_of(modes=["mis"], precisions=["int8"], seeds=[0])
+    for _ in range(2):
+        assert write_study(fewer, directory, read_records(directory), command="parity study") == ""
+    document = json.loads((directory / "study.json").read_text())
+    finished = [cell.name for number, cell in enumerate(grid.cells) if number not in (4, 5)]
+    names = [cell["name"] for cell in document["cells"]]
+    assert names[0] == "mis-int8-seed0" and sorted(names) == sorted(finished)
+    assert (directory / "study.html").read_text().count('data-chart="heldout-bfloat16"') == 1
+    assert {(row["mode"], row["finished"]) for row in document["ranking"]["rows"]} >= {("tis", 2), ("mis", 1)}
+    other = replace(fewer, words=("optim.lr=1",))
+    assert [one.name for one in read_results(other, directory, {})] == ["mis-int8-seed0"], "runs of other overrides"
+    (directory / "study.json").write_text('{"cells": [{"name": 1}]}')
+    assert [one.name for one in read_results(fewer, directory, read_records(directory))] == ["mis-int8-seed0"]
+
+
+def test_tables_have_every_run_and_every_point(grid: Study, study_dir: Path) -> None:
+    with (study_dir / "study.csv").open(newline="") as file:
+        runs = {row["name"]: row for row in csv.DictReader(file)}
+    assert list(runs) == [cell.name for cell in grid.cells]
+    first, failed, new = (runs[grid.cells[number].name] for number in (0, 4, 5))
+    assert (first["mode"], first["seed"], float(first["heldout_last"]), first["stage"]) == ("tis", "0", 0.7, "finished")
+    assert (failed["error"], new["heldout_last"]) == ("engine <0>: no answer", "")
+    with (study_dir / "curves.csv").open(newline="") as file:
+        points = [row for row in csv.DictReader(file) if row["metric"] == "eval/accuracy" and row["seed"] == "0"]
+    of_first = [row for row in points if (row["mode"], row["precision"]) == ("tis", grid.cells[0].precision)]
+    assert [(int(row["step"]), float(row["value"])) for row in of_first] == [(0, 0.4), (1, 0.5), (2, 0.6), (3, 0.7)]
+
+
+def test_an_interval_draws_seeds_and_prompts() -> None:
+    chance = np.random.default_rng(1)
+    p, seeds, prompts = 0.7, 8, 400
+    right = (chance.random((seeds, prompts)) < p).astype(int)
+    low, high = interval(right.tolist()) or (0.0, 0.0)
+    assert low < right.mean() < high
+    # Independent answers, the worst case: draws of seeds, of prompts and of both each add the variance of the mean.
+    assert high - low == pytest.approx(2 * 1.96 * np.sqrt(3 * p * (1 - p) / (seeds * prompts)), rel=0.2)
+    one = interval(right[:1].tolist()) or (0.0, 0.0)
+    assert one[1] - one[0] == pytest.approx(2 * 1.96 * np.sqrt(p * (1 - p) / prompts), rel=0.1), "over the prompts"
+    same = interval([[1, 0] * 100, [1, 0] * 100]) or (0.0, 0.0)
+    assert same[1] - same[0] == pytest.approx(2 * 1.96 * np.sqrt(0.25 / 200), rel=0.1), "equal seeds add no prompts"
+    apart = interval([[1] * 100, [0] * 100])
+    assert apart == (0.0, 1.0), "the spread of the seeds counts"
+    assert interval([]) is None and interval([[]]) is None and interval([[1], [1, 0]]) is None
+
+
+def test_the_interval_is_that_of_the_answers_after_the_last_step(grid: Study, study_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(study_dir, directory := tmp_path / "study")
+    for cell in grid.cells[:4]:
+        rows = [
+            {"step": step, "set": name, "prompt_id": number, "greedy": {"correct": step == 3 and number < 3}}
+            for step in (0, 3) for name in ("heldout", "hard") for number in range(4)
+        ]  # fmt: skip
+        (directory / cell.name / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / grid.cells[1].name / "evaluations.jsonl").write_text('{"step": 3, "set": "heldout", "x\n')
+    results = read_results(grid, directory, {})
+    assert [list(one.heldout_right) for one in results[:3]] == [[1, 1, 1, 0], [], [1, 1, 1, 0]]
+    ranking = rank(results)
+    shown = {(row.mode, row.precision): row.interval for row in ranking.rows}
+    known, unknown, partly = (shown[cell.mode, cell.precision] for cell in grid.cells[:3])
+    assert known is not None and known[0] < 0.75 < known[1]
+    assert unknown is None and partly is None, "one of its two seeds has no answers"
+    assert any("bootstrap" in note for note in study_notes(StudyConfig(), results, ranking))
+    [row] = [row for row in table_rows(ranking) if row[0] == "bfloat16" and "tis" in row]
+    assert row[TITLES.index("95 %")] == f"{known[0]:.3f}-{known[1]:.3f}"

@@ -5,8 +5,6 @@ Called by `job.py`.
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -19,7 +17,7 @@ from trainer.cli.tables import rows_text
 from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE
 from trainer.config.outputs import WANDB_NAME, WANDB_RUN_GROUP
-from trainer.rundir.run_dir import METRICS_FILE, write_whole
+from trainer.rundir.run_dir import METRICS_FILE, write_csv, write_whole
 from trainer.text.plain import to_stdout_while_read
 from trainer.text.redact import redact_argv
 from trainer.tracking.wandb_run import MAX_NAME
@@ -99,7 +97,7 @@ def compare(resolution: Resolution, ended: Sequence[Ended]) -> None:
         printed.append([str(index), *facts, *shown, seconds[1]])
     table_text = rows_text(printed, num_words=len(differing[0]) + 2)
     to_stdout_while_read(f"{directories[0].parent}: {len(directories)} runs\n{table_text}", command=COMMAND)
-    _write(directories[0].parent / TABLE_FILE, table)
+    write_csv(directories[0].parent / TABLE_FILE, table)
     if begun:
         page = directories[0].parent / COMPARISON
         write_whole(page, render_runs(list(loaded.values())))
@@ -120,9 +118,3 @@ def _status(run: RunData | None, end: Ended | None) -> str:
 def _number(run: RunData | None, metric: str, chosen: Callable[[Sequence[float]], float]) -> float | None:
     values = [] if run is None else run.values(metric)
     return chosen(values) if values else None
-
-
-def _write(path: Path, rows: Sequence[Sequence[str]]) -> None:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    write_whole(path, text.getvalue())

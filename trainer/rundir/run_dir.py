@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import fcntl
+import io
 import itertools
 import json
 import os
 import re
 import secrets
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -273,6 +276,13 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
+    """Write a table with all digits, its titles first; None is an empty cell."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    write_whole(path, text.getvalue())
 
 
 def make_private(directory: Path) -> None:

@@ -13,13 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
+
 from trainer.study.config import StudyConfig
 from trainer.study.results import CellResult, Spread, spread
 
 TITLES = (
-    "precision", "place", "mode", "held-out, last", "last / best", "collapsed", "worst K3", "entropy, last",
+    "precision", "place", "mode", "held-out, last", "95 %", "last / best", "collapsed", "worst K3", "entropy, last",
     "largest gradient", "least ESS", "s per step", "seeds",
 )  # fmt: skip
+DRAWS = 10_000
+"""Draws of the bootstrap."""
 MODE_COLUMN = TITLES.index("mode")
 """Columns up to this one are words, the others numbers."""
 
@@ -41,6 +45,8 @@ class Standing:
     """Number of runs that began and did not end."""
     score: Spread | None
     """Held-out accuracy after the last step."""
+    interval: tuple[float, float] | None
+    """95 % interval of the mean score (`interval`); None where the answers to the prompts are not known."""
     kept_of_best: Spread | None
     """The score of a run over the best held-out accuracy that it ever had."""
     places: tuple[int, int] | None
@@ -118,6 +124,21 @@ def chance_apart(first: int, second: int) -> float:
     return 2 / math.comb(first + second, first) if min(first, second) > 1 else 0.0
 
 
+def interval(right: Sequence[Sequence[int]]) -> tuple[float, float] | None:
+    """The middle 95 % of the mean of `right` [seeds][prompts] over draws of seeds and prompts with replacement.
+
+    The runs answer the same prompts, so a draw has the same prompts for all its seeds: Owen, "The pigeonhole
+    bootstrap", 2007. It is too wide where answers are independent. None if there is no answer, or the runs have
+    different numbers of them.
+    """
+    if not right or not right[0] or len(set(map(len, right))) > 1:
+        return None
+    known, chance = np.array(right, dtype=float), np.random.default_rng(0)
+    seeds, prompts = (chance.multinomial(size, np.full(size, 1 / size), DRAWS) / size for size in known.shape)
+    low, high = np.quantile(((seeds @ known) * prompts).sum(axis=1), [0.025, 0.975])
+    return float(low), float(high)
+
+
 def table_rows(ranking: Ranking) -> list[tuple[str, ...]]:
     """The cells of the table, a row per mode and precision, in the order of `TITLES`."""
     return [_row(row) for row in ranking.rows]
@@ -130,6 +151,11 @@ def study_notes(config: StudyConfig, results: Sequence[CellResult], ranking: Ran
         "step; behind a mean stand the least and the largest seed. A place is a range where modes are not told apart, "
         "because their ranges overlap."
     ]
+    if any(row.interval for row in ranking.rows):
+        notes.append(
+            f"95 %: interval of the mean, by a bootstrap of {DRAWS:,} draws over seeds and held-out prompts together "
+            "(percentiles). Of few seeds it is too narrow, of one it is that of the prompts; places do not use it."
+        )
     for precision, *modes in ranking.same:
         notes.append(
             f"{precision}: {', '.join(modes[:-1])} and {modes[-1]} were the same run, step by step, with every seed: "
@@ -174,6 +200,7 @@ def _standing(results: Sequence[CellResult], known: dict[str, Spread]) -> Standi
         finished=len(ended),
         failed=sum(not result.finished and bool(result.error) for result in results),
         score=own,
+        interval=interval([result.heldout_right for result in ended]),
         kept_of_best=spread(result.kept_of_best for result in ended),
         places=None if own is None else (1 + above, len(known) - (len(others) - above)),
         worst_k3=spread(result.k3_max for result in ended),
@@ -196,6 +223,7 @@ def _row(row: Standing) -> tuple[str, ...]:
         place,
         row.mode,
         _mean_and_range(row.score),
+        "-" if row.interval is None else "{:.3f}-{:.3f}".format(*row.interval),
         _mean_and_range(row.kept_of_best),
         f"{row.collapsed} of {row.finished}" if row.finished else "-",
         "-" if row.worst_k3 is None else f"{row.worst_k3.high:.1e}",

@@ -11,17 +11,27 @@ import logging
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from algorithms.config import Problem
+from trainer.config.outputs import HELDOUT
 from trainer.report.data import Row, evaluation_rows, is_number, rows_by_step, settings
 from trainer.report.sections import SECTIONS
 from trainer.report.spec import Chart
 from trainer.rundir.provenance import config_document
 from trainer.rundir.rows import read_rows
-from trainer.rundir.run_dir import CONFIG_FILE, METRICS_FILE, changed_files, completed_steps, has_checkpoint, is_run
+from trainer.rundir.run_dir import (
+    CONFIG_FILE,
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    changed_files,
+    completed_steps,
+    has_checkpoint,
+    is_run,
+)
 from trainer.study.grid import Cell, Study
 from trainer.text.yaml_text import load_yaml
 
@@ -125,17 +135,24 @@ def newest_study(recipe_name: str) -> Path | None:
 
 def read_records(study_dir: Path) -> dict[str, CellRecord]:
     """Records that an earlier call of the study wrote about its runs; empty without such a call, or if damaged."""
+    cells = _document(study_dir)["cells"]
+    return {cell["name"]: CellRecord(seconds=cell["seconds"], error=cell["error"]) for cell in cells}
+
+
+def _document(study_dir: Path) -> dict[str, Any]:
+    """study.json; without cells where there is none, or it is damaged."""
     path = study_dir / STUDY_FILE
-    if not path.is_file():
-        return {}
+    empty: dict[str, Any] = {"cells": [], "recipe": "", "overrides": []}
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        cells = [*document["cells"], *document["other_cells"]]
-        return {cell["name"]: CellRecord(seconds=cell["seconds"], error=cell["error"]) for cell in cells}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else empty
+        for cell in document["cells"]:
+            cell |= {"stage": Stage(cell["stage"]), "curves": {k: [*map(tuple, v)] for k, v in cell["curves"].items()}}
+            CellResult(**cell)
+        return empty | document
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         # The runs are known by their own files; only their seconds and errors are lost.
         logger.warning("%s cannot be read and is written anew: %s", path, error)
-        return {}
+        return empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +182,9 @@ class CellResult:
     grad_norm_max: float | None
     ess_min: float | None
     step_s_median: float | None
+    heldout_right: Sequence[int] = ()
+    """1 or 0 for each held-out prompt, in their order: whether its greedy response after the last step was correct;
+    empty unless the run ended."""
     curves: Mapping[str, Points]
     """Points by the ids of CHARTS; step 0 of heldout belongs to the untouched policy."""
 
@@ -184,14 +204,35 @@ class Spread:
 
 
 def read_results(study: Study, study_dir: Path, records: Mapping[str, CellRecord]) -> list[CellResult]:
-    """Read the files of every cell, in the order of the study; a cell without recorded steps has empty curves."""
+    """Read the files of every cell, in the order of the study; a cell without recorded steps has empty curves.
+
+    Behind them stand the finished cells of an earlier call with the same recipe and overrides that had other modes,
+    precisions or seeds.
+    """
     results = []
     for cell in study.cells:
         path = study_dir / cell.name / METRICS_FILE
         rows = rows_by_step(read_rows(path)) if path.is_file() else []
         stage, record = stage_of(study_dir, cell), records.get(cell.name, CellRecord())
-        results.append(cell_result(cell, rows, stage, record, collapse_drop=study.config.collapse_drop))
+        result = cell_result(cell, rows, stage, record, collapse_drop=study.config.collapse_drop)
+        right = _last_answers(study_dir / cell.name, cell.num_steps) if result.finished else []
+        results.append(replace(result, heldout_right=right))
+    before, own = _document(study_dir), {cell.name for cell in study.cells}
+    if (before["recipe"], sorted(before["overrides"])) == (study.recipe.stem, sorted(study.words)):
+        others = [CellResult(**cell) for cell in before["cells"] if cell["name"] not in own]
+        results += [result for result in others if result.finished]
     return results
+
+
+def _last_answers(run_dir: Path, step: int) -> list[int]:
+    """See `CellResult.heldout_right`; empty if the file cannot be read."""
+    begin = f'{{"step": {step}, "set": "{HELDOUT}",'.encode()  # other lines, which may be long, are not parsed
+    try:
+        with (run_dir / EVALUATIONS_FILE).open("rb") as file:
+            rows = {row["prompt_id"]: row for row in map(json.loads, (line for line in file if line.startswith(begin)))}
+        return [int(row["greedy"]["correct"] is True) for row in rows.values()]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
 
 
 def cell_result(
