@@ -546,3 +546,18 @@ def test_the_command_writes_where_it_says(
     assert parity(["report", str(run_dir), "-o", str(other / "metrics.jsonl")]) == 2
     assert "--out must be a new file or an older page" in capsys.readouterr().err
     assert (other / "metrics.jsonl").read_bytes() == kept
+
+
+def test_the_directory_of_a_sweep_is_its_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = tmp_path / "sweep"
+    for number, steps in ((0, 2), (2, 3), (10, 4)):
+        write_run(sweep / str(number), num_steps=steps)
+    (sweep / "1").mkdir()  # it has not begun
+    assert parity(["report", str(sweep)]) == 0
+    page = sweep / "comparison.html"
+    assert capsys.readouterr().out == f"{page}\n"
+    text = " ".join(Elements(page.read_text(encoding="utf-8")).text)
+    assert "3 runs compared" in text and text.index("2 of 2 steps") < text.index("3 of 3 steps") < text.index("4 of 4")
+    other = write_run(tmp_path / "other", num_steps=2)
+    assert parity(["report", str(sweep), str(other), "-o", str(tmp_path / "four.html")]) == 0
+    assert "4 runs compared" in (tmp_path / "four.html").read_text(encoding="utf-8")

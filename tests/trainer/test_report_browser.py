@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import browser
 import numpy as np
@@ -275,3 +276,36 @@ def test_a_script_in_the_page_could_not_run(run_dir: Path, tmp_path: Path) -> No
             assert any("Content Security Policy" in problem for problem in page.problems)
 
     asyncio.run(look())
+
+
+def test_a_chart_is_saved_as_svg_with_title_and_legend(run_dir: Path, tmp_path: Path) -> None:
+    caught = """
+        window.saved = null;
+        const make = URL.createObjectURL;
+        URL.createObjectURL = (blob) => {
+            blob.text().then((text) => { window.saved = text; });
+            return make.call(URL, blob);
+        };
+        document.querySelector('figure[data-chart="CHART"] .save').click();
+    """
+
+    async def visit() -> None:
+        assert CHROMIUM is not None
+        async with browser.open_page(CHROMIUM, run_dir / "report.html", tmp_path / "profile") as page:
+            await page.wait_for(DRAWN)
+            for chart, texts in (
+                ("k3", ("Mismatch K3, nats per token", "floor")),
+                ("time", ("Seconds per step, s", "sync")),
+            ):
+                await page.evaluate(f"{{{caught.replace('CHART', chart)}}}")
+                await page.wait_for("window.saved !== null")
+                saved = ElementTree.fromstring(await page.evaluate("window.saved"))
+                assert saved.tag.endswith("svg")
+                labels = {text.text: text for text in saved.iter("{http://www.w3.org/2000/svg}text")}
+                assert set(texts) <= set(labels), labels.keys()
+                assert float(labels[texts[0]].attrib["transform"].rpartition(",")[2].rstrip(")")) > -12, "cut off"
+                legend = f"Bokeh.documents[0].get_model_by_name('{chart}/legend').visible"
+                assert await page.evaluate(legend) is False, "the page has its own"
+            assert page.problems == []
+
+    asyncio.run(visit())

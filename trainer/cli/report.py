@@ -1,4 +1,4 @@
-"""`parity report <run> [<run> ...] [-o FILE]`: the page of one run, or a comparison of several runs."""
+"""`parity report <run or sweep> [...] [-o FILE]`: the page of one run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ COMMAND = "parity report"
 METRICS = "metrics.jsonl"
 PAGE_BEGINS = b"<!doctype html>"
 COMPARISON = "comparison.html"
-"""Default file in the current directory for the page of several runs; the page of one run is its own report.html."""
+"""Default file for the page of several runs, in the current directory or in that of their sweep; the page of one run
+is its own report.html."""
 
 
 def run_report(words: Sequence[str]) -> int:
@@ -45,12 +46,22 @@ def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]
     # A file in the run directory, for example metrics.jsonl or report.html, names the run as well.
     given = (Path(from_home(run, key="run")) for run in parsed.words)
     places = (path.parent if (path.parent / METRICS).is_file() and path.is_file() else path for path in given)
-    run_dirs = {path.resolve(): path for path in places}
+    run_dirs = {path.resolve(): path for place in places for path in _runs_of_sweep(place) or [place]}
     if not run_dirs and not problems:
         remedy = "A run directory is what parity train printed, outputs/<recipe>/<time>."
         problems.append(Problem(key="run", rule="is missing", value=NOT_SET, remedy=remedy))
     out = None if parsed.out is None else Path(from_home(parsed.out, key="--out"))
+    if out is None and len(parsed.words) == 1 and _runs_of_sweep(sweep := Path(from_home(parsed.words[0], key="run"))):
+        out = sweep / COMPARISON
     return list(run_dirs.values()), out, problems
+
+
+def _runs_of_sweep(directory: Path) -> list[Path]:
+    """The runs of a sweep that have begun, in its order; empty if `directory` is no sweep's: its runs have numbers."""
+    return sorted(
+        (path.parent for path in directory.glob(f"[0-9]*/{METRICS}") if path.parent.name.isdecimal()),
+        key=lambda path: int(path.name),
+    )
 
 
 def _out_problems(out: Path) -> list[Problem]:

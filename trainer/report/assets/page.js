@@ -114,11 +114,27 @@
     };
     const isShown = (button) => button.getAttribute("aria-pressed") === "true";
 
+    // The chart as a file, with the title and the legend that the page shows beside it.
+    const save = async (card) => {
+      const id = card.dataset.chart, view = Bokeh.index.find_one(model(id));
+      const shown = [model(id).title, model(`${id}/legend`)].filter((one) => one !== null);
+      for (const one of shown) one.visible = true;
+      view.invalidate_layout();
+      await new Promise((drawn) => setTimeout(drawn, 200));
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(await view.export("svg").to_blob());
+      link.download = `${id}.svg`;
+      for (const one of shown) one.visible = false;
+      view.invalidate_layout();
+      link.click();
+    };
+
     const coarse = matchMedia("(pointer: coarse)").matches;
     for (const card of cards) {
       const figure = model(card.dataset.chart);
       for (const name of ["mousemove", "tap"]) figure.on_event(name, (event) => readSoon(card, { x: event.x, y: event.y }));
       figure.on_event("mouseleave", () => readSoon(card, null));
+      card.querySelector(".save").addEventListener("click", () => save(card));
       figure.on_event("doubletap", () => figure.reset.emit());
       // On a touch screen a drag must scroll the page.
       if (coarse) for (const tool of figure.toolbar.tools) if (tool.type === "BoxZoomTool") tool.active = false;
