@@ -215,7 +215,7 @@ def test_held_out_responses_stand_side_by_side(tmp_path: Path) -> None:
     assert [table.title for table in tables] == [
         "wrong, then right", "right, then wrong", "wrong, then wrong", "right, then right"
     ]  # fmt: skip
-    assert [[row["response"] for row in table.prompts[0]] for table in tables] == [
+    assert [[row["response"] for row in table.rows[0]] for table in tables] == [
         ["0", "1"], ["2", "1"], ["3", "3"], ["3", ATTACK]
     ]  # fmt: skip
     html = render(run)

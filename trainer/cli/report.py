@@ -45,23 +45,21 @@ def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]
     parsed, problems = PARSERS["report"].read(words)
     # A file in the run directory, for example metrics.jsonl or report.html, names the run as well.
     given = (Path(from_home(run, key="run")) for run in parsed.words)
-    places = (path.parent if (path.parent / METRICS).is_file() and path.is_file() else path for path in given)
+    places = [path.parent if (path.parent / METRICS).is_file() and path.is_file() else path for path in given]
     run_dirs = {path.resolve(): path for place in places for path in _runs_of_sweep(place) or [place]}
     if not run_dirs and not problems:
         remedy = "A run directory is what parity train printed, outputs/<recipe>/<time>."
         problems.append(Problem(key="run", rule="is missing", value=NOT_SET, remedy=remedy))
     out = None if parsed.out is None else Path(from_home(parsed.out, key="--out"))
-    if out is None and len(parsed.words) == 1 and _runs_of_sweep(sweep := Path(from_home(parsed.words[0], key="run"))):
-        out = sweep / COMPARISON
+    if out is None and len(places) == 1 < len(run_dirs):
+        out = places[0] / COMPARISON
     return list(run_dirs.values()), out, problems
 
 
 def _runs_of_sweep(directory: Path) -> list[Path]:
     """The runs of a sweep that have begun, in its order; empty if `directory` is no sweep's: its runs have numbers."""
-    return sorted(
-        (path.parent for path in directory.glob(f"[0-9]*/{METRICS}") if path.parent.name.isdecimal()),
-        key=lambda path: int(path.name),
-    )
+    runs = [path.parent for path in directory.glob(f"*/{METRICS}") if path.parent.name.isdecimal()]
+    return sorted(runs, key=lambda run: int(run.name))
 
 
 def _out_problems(out: Path) -> list[Problem]:

@@ -252,7 +252,7 @@ def _read_evaluations(path: Path, remarks: list[str]) -> dict[int, list[Row]]:
     found: dict[int, list[Row]] = {}
     for row in _read_lines(path, remarks, needed=_is_answered):
         kept = {key: row[key] for key in ("step", "set", "prompt_id", "prompt", "answer")}
-        found.setdefault(row["step"], []).append(_cut(kept | row["greedy"]))
+        found.setdefault(row["step"], []).append(_cut({**row["greedy"], **kept}))
         for between in sorted(found)[1:-1]:
             del found[between]
     return found

@@ -11,10 +11,12 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from trainer.report.data import Row, RunData, at, cut, is_number, show
 
+T = TypeVar("T")
 WORST_SAMPLES = 8
 """Number of samples with coloured tokens on the page of one run, over all steps."""
 SHORT_TOKENS = 64
@@ -25,12 +27,12 @@ MAX_TOKEN_CHARS = 200
 PICKED = 6
 """Samples of each kind that are picked from all steps, and held-out prompts of each kind."""
 _PICKS = (
-    ("Highest reward", "reward", -1),
-    ("Lowest reward", "reward", 1),
-    ("Largest mismatch", "k3", -1),
-    ("Longest", "num_response_tokens", -1),
+    ("Highest reward", "reward", True),
+    ("Lowest reward", "reward", False),
+    ("Largest mismatch", "k3", True),
+    ("Longest", "num_response_tokens", True),
 )
-"""(title, number of a sample, sign with which it is sorted)."""
+"""(title, number of a sample, True if the largest come first)."""
 LEAST_FRAME = 24
 """Number of equal characters at one end of all prompts from which they are shown once instead of in every prompt."""
 DECADES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -69,23 +71,13 @@ class ColouredSample:
         return self.is_whole and len(self.tokens) <= SHORT_TOKENS
 
 
-class SampleTable(NamedTuple):
-    """Some samples under a title."""
+class Picked(NamedTuple, Generic[T]):
+    """Some samples, or prompts, under a title."""
 
     title: str
     of: int
-    """Number of samples from which they are taken."""
-    rows: list[Row]
-
-
-class HeldOutTable(NamedTuple):
-    """Held-out prompts of one kind, "right, then wrong"."""
-
-    title: str
-    of: int
-    """Number of prompts of the kind."""
-    prompts: list[list[Row]]
-    """For each prompt its greedy response at the first and at the last evaluation; one if there was one evaluation."""
+    """Number of those of the kind."""
+    rows: list[T]
 
 
 class PromptFrame(NamedTuple):
@@ -117,29 +109,29 @@ def _shared_start(texts: Sequence[str]) -> str:
     return shared[: max(shared.rfind(" "), shared.rfind("\n")) + 1]
 
 
-def sample_tables(run: RunData) -> list[SampleTable]:
+def sample_tables(run: RunData) -> list[Picked[Row]]:
     """The samples of the last and the first step that has samples, the worst K3 first; and some of all steps, picked by
     chance, reward, K3 and length. Of equal ones chance picks."""
     rows = sorted(run.samples, key=_by_chance)
     steps = sorted({row["step"] for row in rows})
-    tables = [
-        SampleTable(f"Step {step}", len(chosen), chosen)
-        for step in sorted({*steps[:1], *steps[-1:]}, reverse=True)
-        for chosen in [sorted((row for row in rows if row["step"] == step), key=_worst_first)]
-    ]
+    tables = []
+    for step in sorted({*steps[:1], *steps[-1:]}, reverse=True):
+        chosen = sorted((row for row in rows if row["step"] == step), key=_worst_first)
+        tables.append(Picked(f"Step {step}", len(chosen), chosen))
     if len(steps) < 3:
         return tables
-    picks: list[tuple[str, Sequence[Row]]] = [("At random", [row for row in rows if not at(row, "by_k3")])]
-    for title, key, sign in _PICKS:
+    picks = [("At random", [row for row in rows if not at(row, "by_k3")])]
+    for title, key, reverse in _PICKS:
         known = [row for row in rows if is_number(row, key)]
-        picks.append((title, sorted(known, key=lambda row, key=key, sign=sign: sign * row[key])))  # type: ignore[misc]
-    return tables + [
-        SampleTable(f"{title}, all steps", len(found), [*found[:PICKED]]) for title, found in picks if found
-    ]
+        picks.append((title, sorted(known, key=itemgetter(key), reverse=reverse)))
+    return tables + [Picked(f"{title}, all steps", len(found), found[:PICKED]) for title, found in picks if found]
 
 
-def heldout_tables(run: RunData) -> list[HeldOutTable]:
-    """Held-out prompts by what became of them from the first evaluation to the last one, some of each kind."""
+def heldout_tables(run: RunData) -> list[Picked[list[Row]]]:
+    """Held-out prompts by what became of them from the first evaluation to the last one, some of each kind.
+
+    A prompt is its greedy response at the first evaluation and at the last one, which may be the same.
+    """
     answers: dict[tuple[str, str], dict[int, Row]] = {}
     for step, rows in sorted(run.evaluations.items()):
         for row in rows:  # an evaluation that was made again comes later
@@ -150,30 +142,23 @@ def heldout_tables(run: RunData) -> list[HeldOutTable]:
             kind = tuple(at(row, "correct") is True for row in by_step.values())
             kinds.setdefault(kind, []).append(list(by_step.values()))
     return [
-        HeldOutTable(", then ".join("right" if each else "wrong" for each in kind), len(found), found[:PICKED])
+        Picked(", then ".join("right" if each else "wrong" for each in kind), len(found), found[:PICKED])
         for kind, found in sorted(kinds.items(), key=lambda item: (-len(set(item[0])), item[0]))  # changes first
     ]
 
 
 def told_apart(row: Row) -> list[tuple[bool, str]]:
     """(True if the model sampled it, text) of each segment of a response; empty if nothing else wrote in it."""
-    segments = at(row, "segments")
-    found = (
-        [(at(each, "sampled") is not False, str(at(each, "text"))) for each in segments if at(each, "text")]
-        if isinstance(segments, list)
-        else []
-    )
-    return [(sampled, cut(text)) for sampled, text in found]
+    found = at(row, "segments")
+    listed = found if isinstance(found, list) else []
+    return [(at(each, "sampled") is not False, cut(str(at(each, "text")))) for each in listed if at(each, "text")]
 
 
 def parts(row: Row) -> list[str]:
     """What the reward function returned beside the score, as "name value"."""
     found = at(row, "reward_parts")
-    return (
-        [f"{key} {show(found[key], 'number')}" for key in found if is_number(found, key)]
-        if isinstance(found, dict)
-        else []
-    )
+    named = found if isinstance(found, dict) else {}
+    return [f"{key} {show(named[key], 'number')}" for key in named if is_number(named, key)]
 
 
 def worst_samples(run: RunData, *, count: int = WORST_SAMPLES) -> list[ColouredSample]:

@@ -220,10 +220,12 @@ class Tracker:
 
     def log_responses(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Keep what an evaluation after `step` got as answers, a JSON object per prompt; a failure is a warning."""
-        for row in rows:
-            self._best_effort(
-                EVALUATIONS_FILE, functools.partial(self._append, EVALUATIONS_FILE, {"step": step, **row})
-            )
+
+        def write() -> None:
+            for row in rows:
+                self._append(EVALUATIONS_FILE, {"step": step, **row})
+
+        self._best_effort(EVALUATIONS_FILE, write)
 
     def log_assumptions(self, lines: Sequence[str]) -> None:
         """Keep what the fractions of the hardware's limits stand on, for the report."""
