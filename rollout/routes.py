@@ -68,6 +68,10 @@ class Routes:
 
         return Routes(cut(self.parts), cut(self.weights) if self.weights else ())
 
+    def of_layers(self, first: int) -> Routes:
+        """Those of the layers from number `first` on."""
+        return Routes(tuple(part[:, first:] for part in self.parts), tuple(part[:, first:] for part in self.weights))
+
     def problem(self, num_experts: int) -> str:
         """Reason why these are no routes of a mixture with `num_experts` in a layer; else "".
 

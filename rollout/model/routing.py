@@ -42,7 +42,8 @@ class RouterTap(TorchFunctionMode):
         if func not in TOP_K:
             return found
         scores = args[0] if args else (kwargs or {})["input"]
-        if (scores.shape[-1], found.indices.shape[-1]) != self._mixture:
+        # Of groups of experts, [N, G, E / G], a router takes the best with other calls first.
+        if scores.dim() != 2 or (scores.shape[-1], found.indices.shape[-1]) != self._mixture[:2]:
             return found
         chosen = self._heed(found.indices)
         if chosen is found.indices:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 OWNED_SGLANG_ARGS = frozenset({
     "model_path", "tokenizer_path", "host", "port", "api_key", "admin_api_key", "dtype", "device",
     "skip_tokenizer_init", "random_seed", "trust_remote_code", "sleep_on_idle", "log_level", "custom_weight_loader",
-    "weight_version",
+    "disable_shared_experts_fusion", "weight_version",
 })  # fmt: skip
 """SGLang options that Parity sets itself; a value in engine_args would contradict a key of Parity."""
 
@@ -213,6 +213,11 @@ class SGLangConfig(EngineConfig):
     def model_rule(self, model: Mapping[str, Any]) -> str:
         if model.get("model_type") not in FAMILIES:
             return ""
+        if model["model_type"] == "deepseek_v3":
+            return (
+                "be of another family than deepseek_v3 with rollout=sglang, which multiplies with matrices made of "
+                "kv_b_proj, that no digest covers, and has no such attention on a CPU"
+            )
         if not is_all_sparse(model):
             return "have experts in every layer with rollout=sglang, which gives none a dense one (mlp_only_layers)"
         if model.get("tie_word_embeddings"):

@@ -435,9 +435,8 @@ class SGLangEngine(Engine):
             return None
 
         def decoded(text: str, first: int, end: int) -> Routes:
-            shape = (end - first, self._num_layers, mixture.per_token)
             with_weights = self._needs.routes is Routing.weights  # a server returns what it was started for
-            return routes_of(text, shape, num_experts=mixture.number, with_weights=with_weights)
+            return routes_of(text, (end - first, self._num_layers), mixture, with_weights=with_weights)
 
         last = len(job.body["input_ids"]) + num_tokens - 1
         if (reading := job.reading) is not None and reading.routes is None:

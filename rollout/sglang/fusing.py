@@ -17,7 +17,7 @@ import torch
 from rollout.engine import LayoutError
 from rollout.sglang.stacked import EXPERT_WEIGHTS, STACKED
 from rollout.weights.adapter import A_SENT, B_SENT, last_part
-from rollout.weights.experts import GATE_UP, in_model, is_experts
+from rollout.weights.experts import GATE_UP, ROUTER_BIAS, in_model, is_experts
 from rollout.weights.packed_weights import listed
 
 VOCABULARY_PARAMETERS = ("embed_tokens.weight", "lm_head.weight")
@@ -230,6 +230,7 @@ def _looks_plain(name: str, parts: Sequence[str]) -> bool:
         "layernorm.weight",
         "_norm.weight",
         ".mlp.gate.weight",
+        ROUTER_BIAS,
         "shared_expert_gate.weight",
         A_SENT,
         B_SENT,

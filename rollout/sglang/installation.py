@@ -212,6 +212,7 @@ def server_args(
         **({"enable_return_routed_experts": True} if needs.routes is not Routing.live else {}),
         "custom_weight_loader": [LOADER],
         "device": device,
+        "disable_shared_experts_fusion": True,  # fused, they have no name of their own to be verified under
         "dtype": config.dtype.value,
         "log_level": "info",
         "model_path": str(model_path),

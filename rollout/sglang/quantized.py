@@ -23,6 +23,7 @@ from torch import Tensor
 from rollout.config import EngineConfig, Quantization
 from rollout.engine import LayoutError
 from rollout.sglang.fusing import Fusion, Share, plan_fusion
+from rollout.weights.experts import ROUTER_BIAS
 from rollout.weights.packed_weights import DTYPES
 from rollout.weights.quantization import GRIDS, SCALES, Quantized, dequantize, is_projection, scale_name
 
@@ -88,7 +89,10 @@ def held_pieces(
             return [_held(sources, tensors, quantization, share)]
         if sources[0].endswith(SCALES[quantization]):
             return [_stacked(sources, tensors, share)]
-    return [share.of(source, tensors[source]).to(DTYPES[layout.dtype]) for source in sources]
+    router = sources[0].rpartition(".")[0]
+    # SGLang holds a router with a bias in float32.
+    dtype = "float32" if f"{router}.{ROUTER_BIAS}" in layout.parameters else layout.dtype
+    return [share.of(source, tensors[source]).to(DTYPES[dtype]) for source in sources]
 
 
 def open_layers(model: Any) -> None:

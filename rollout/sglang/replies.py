@@ -15,6 +15,7 @@ from typing import Any
 from rollout.routes import Routes, from_bytes
 from rollout.supports import supports_of
 from rollout.types import FinishReason, GenerateRequest, Generation
+from rollout.weights.experts import Mixture
 
 BACKEND_REMEDY = (
     "some of SGLang's kernels choose experts where it does not see it: set "
@@ -98,13 +99,17 @@ def generation_of(
     )
 
 
-def routes_of(text: str, shape: tuple[int, int, int], *, num_experts: int, with_weights: bool = False) -> Routes:
-    """The routes of SGLang's `text`, of this shape [N, L, K]. Raises ReplyError if they are none."""
+def routes_of(text: str, shape: tuple[int, int], mixture: Mixture, *, with_weights: bool = False) -> Routes:
+    """The routes of SGLang's `text`: of so many tokens, and of so many layers, some of which may have no experts.
+
+    Raises ReplyError if they are none.
+    """
     try:
-        routes = from_bytes(base64.b64decode(text), shape, with_weights=with_weights)
+        routes = from_bytes(base64.b64decode(text), (*shape, mixture.per_token), with_weights=with_weights)
     except ValueError as error:
         raise ReplyError(f"routed_experts: {error}") from error
-    if problem := routes.problem(num_experts):
+    routes = routes.of_layers(mixture.dense_layers)
+    if problem := routes.problem(mixture.number):
         raise ReplyError(f"routed_experts: {problem}; {BACKEND_REMEDY}")
     return routes
 

@@ -94,12 +94,17 @@ def _capture(capturer: Any, layer_id: int, topk_indices: torch.Tensor) -> None:
     capturer.device_cache.buffer[:count, layer_id, :per_token] = topk_indices
 
 
-def _record_weights(result: Any, *_arguments: Any, layer_id: int | None = None, **_options: Any) -> None:
+def _record_weights(
+    result: Any, *_arguments: Any, topk_config: Any, layer_id: int | None = None, **_options: Any
+) -> None:
     """Record the factors [T, K] that were chosen with the experts of a layer in the second half."""
+    from sglang.srt.layers.moe.topk import is_routed_scaling_factor_fused_in_topk
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
     if (capturer := get_global_experts_capturer()) is None or layer_id is None:
         return
     weights = result.topk_weights.float()
+    if not is_routed_scaling_factor_fused_in_topk(topk_config):  # the sum of the outputs is scaled then
+        weights = weights * (topk_config.routed_scaling_factor or 1.0)
     count, per_token = weights.shape
     capturer.device_cache.buffer[:count, layer_id, per_token:] = weights.view(torch.int32)

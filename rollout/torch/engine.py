@@ -32,6 +32,7 @@ from rollout.weights.packed_weights import (
     content_mark,
     dtype_name,
     listed,
+    stored_state,
     tensor_digest,
     unpack,
 )
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 STOP_TIMEOUT_S = 10.0
 """Seconds of waiting for the current token when the engine is stopped or put to sleep."""
 
-_Part = tuple[PackedWeights, dict[str, torch.nn.Parameter]]
+_Part = tuple[PackedWeights, dict[str, torch.Tensor]]
 """Weights that are sent, and the parameters that they replace, by name."""
 
 
@@ -211,11 +212,11 @@ class TorchEngine(Engine):
         self._broken = ""
         return in_place, loaded
 
-    def _parameters(self, model: PreTrainedModel, *, of_adapter: bool) -> dict[str, torch.nn.Parameter]:
-        """The parameters of the adapter, or the other ones, under the names with which they are sent."""
+    def _parameters(self, model: PreTrainedModel, *, of_adapter: bool) -> dict[str, torch.Tensor]:
+        """The parameters of the adapter, or all other weights, under the names with which they are sent."""
         return {
             sent_name(name) if of_adapter else name_without_adapter(name): parameter
-            for name, parameter in model.named_parameters()
+            for name, parameter in stored_state(model)
             if is_adapter(name) is of_adapter
         }
 
@@ -280,7 +281,7 @@ class TorchEngine(Engine):
         if problem:
             raise ValueError(f"{self._name} generate, prompt {request.prompt_id}/{request.sample_index}: {problem}")
 
-    def _check_names(self, weights: PackedWeights, parameters: dict[str, torch.nn.Parameter]) -> None:
+    def _check_names(self, weights: PackedWeights, parameters: dict[str, torch.Tensor]) -> None:
         specs = {spec.name: spec for spec in weights.tensors}
         where = f"{self._name} load_weights of policy version {weights.policy_version}"
         unknown, missing = specs.keys() - parameters.keys(), parameters.keys() - specs.keys()
@@ -297,7 +298,7 @@ class TorchEngine(Engine):
                     f"{dtype_name(parameter.dtype)} {tuple(parameter.shape)} (rollout.dtype decides the type)"
                 )
 
-    def _read_back(self, weights: PackedWeights, parameters: dict[str, torch.nn.Parameter], *, begin: float) -> None:
+    def _read_back(self, weights: PackedWeights, parameters: dict[str, torch.Tensor], *, begin: float) -> None:
         version = weights.policy_version
         for spec in weights.tensors:
             self._check_sync_deadline(begin, version=version)

@@ -32,7 +32,7 @@ class KVSlots:
         """`max_columns` is the length of the longest sequence that will be stored; `resize` raises both."""
         self._num_slots = num_slots
         self._max_columns = max_columns
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
 
     def resize(self, *, num_slots: int, most_slots: int, max_columns: int) -> None:
         """Make room for more slots or longer sequences; stored values stay. Never shrinks.
@@ -43,10 +43,10 @@ class KVSlots:
             self._num_slots = max(num_slots, min(2 * self._num_slots, most_slots))
         self._max_columns = max(self._max_columns, max_columns)
 
-    def reserve(self, index: int, like: Tensor, *, columns: int) -> tuple[Tensor, Tensor]:
+    def reserve(self, index: int, *like: Tensor, columns: int) -> tuple[Tensor, ...]:
         """Keys and values of a layer, each [S, K, C, D], with room for `columns`.
 
-        `like` [.., K, .., D] gives shape, dtype and device.
+        `like`, new keys and values [.., K, .., D], give shapes, dtype and device.
         """
         held = self._layers.get(index)
         slots, room = (0, 0) if held is None else (held[0].shape[0], held[0].shape[2])
@@ -56,9 +56,8 @@ class KVSlots:
             room = max(columns, min(columns + FIRST_COLUMNS, self._max_columns))
         elif room < columns:
             room = max(columns, min(2 * room, self._max_columns))
-        shape = (self._num_slots, like.shape[1], room, like.shape[3])
         # Zeros: unwritten columns are masked, but a NaN in uninitialised memory would pass through the mask.
-        grown = (like.new_zeros(shape), like.new_zeros(shape))
+        grown = tuple(each.new_zeros(self._num_slots, each.shape[1], room, each.shape[3]) for each in like)
         if held is not None:
             for new, old in zip(grown, held, strict=True):
                 new[: old.shape[0], :, : old.shape[2]] = old
@@ -84,7 +83,7 @@ class Prefill:
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """Store the prompts and attend: query [U, H, P, D], key and value [U, K, P, D] -> [U, H, P, D]."""
-        for memory, new in zip(self._slots.reserve(index, key, columns=self.longest), (key, value), strict=True):
+        for memory, new in zip(self._slots.reserve(index, key, value, columns=self.longest), (key, value), strict=True):
             memory[self._target, :, : self.longest] = new[self._prompt_of_slot]
         return self.attention(query, key, value, scaling)
 
@@ -117,7 +116,7 @@ class Step:
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """Store the new token and attend to the whole sequence: query [N, H, 1, D], key and value [N, K, 1, D]."""
-        memories = self._slots.reserve(index, key, columns=self.columns(self.longest))
+        memories = self._slots.reserve(index, key, value, columns=self.columns(self.longest))
         for memory, new in zip(memories, (key, value), strict=True):
             memory[self._rows, :, self.positions] = new[:, :, 0]
         keys, values = (memory[: len(query)] for memory in memories)
@@ -144,7 +143,7 @@ class Step:
                 self._mask = self._mask.expand(count, num_kv, self.longest).reshape(-1, 1, self.longest)
             scores = torch.baddbmm(self._mask, queries, keys.transpose(1, 2))
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(self._dtype)
-        return torch.bmm(weights, values).view(count, num_heads, 1, size).to(query.dtype)
+        return torch.bmm(weights, values).view(count, num_heads, 1, -1).to(query.dtype)
 
 
 def slot_attention(

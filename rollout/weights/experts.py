@@ -16,53 +16,45 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-"""model_type of the mixtures whose weights are named like this, and whose layers transformers and SGLang compute
-alike."""
+FAMILIES = ("deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""model_type of the mixtures whose weights are named like this."""
+BIASED = ("deepseek_v3", "glm4_moe")
+"""Those of them whose routers have a bias (see `ROUTER_BIAS`)."""
 EXPERT_NAME = ".experts."
 """Part of the names of expert weights, in files and in a model."""
 EXPERTS = ".mlp.experts."
 """Part of the names of expert weights in a model."""
 ROUTERS = (".mlp.gate", ".block_sparse_moe.gate")
 """Ends of the names of the layers that choose the experts, without ".weight"."""
+ROUTER_BIAS = "e_score_correction_bias"
+"""Name in a router of what is added to the scores for the choice alone, [E] float32: no gradient comes to it."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-FILE_PARTS = {
-    "mlp": {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)},
-    "block_sparse_moe": {GATE_UP: ("w1", "w3"), DOWN: ("w2",)},
-}
-"""Module in the files, `mlp` in every model -> weight of the model -> matrices of an expert, in their order there."""
+MATRICES = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
+"""Module in the files, `mlp` in every model -> the matrices of an expert: two of its `GATE_UP`, one of its `DOWN`."""
 MIXTRAL = ".block_sparse_moe."
-_MATRIX = re.compile(
-    r"(?P<before>.*\.)(?P<block>mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?P<part>\w+)\.weight"
-)
+_MATRIX = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
 
 
 class Mixture(NamedTuple):
-    """The experts of each layer."""
+    """The experts of each layer that has some."""
 
     number: int
     per_token: int
     """Number of them that are chosen for a token."""
+    dense_layers: int = 0
+    """Number of the first layers, which have none."""
 
 
 def mixture_of(text: Mapping[str, Any]) -> Mixture | None:
     """The experts of a model with this config.json; None for a dense model. Raises ValueError if it does not say."""
     if text.get("model_type") not in FAMILIES:
         return None
-    number, per_token = text.get("num_experts") or text.get("num_local_experts"), text.get("num_experts_per_tok")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    number = next((text[name] for name in names if text.get(name)), None)
+    per_token, dense_layers = text.get("num_experts_per_tok"), text.get("first_k_dense_replace") or 0
     if not isinstance(number, int) or not isinstance(per_token, int):
-        raise ValueError("config.json does not say num_experts, or num_local_experts, and num_experts_per_tok")
-    return Mixture(number, per_token)
-
-
-class Stacked(NamedTuple):
-    """A matrix of a file that is a part of a tensor of the model."""
-
-    name: str
-    """Name of the tensor in the model."""
-    expert: int
-    part: int
-    """Number of the matrix among those of the expert in this tensor: 1 for the rows that follow the gate's."""
+        raise ValueError(f"config.json does not say one of {', '.join(names)}, and num_experts_per_tok")
+    return Mixture(number, per_token, dense_layers)
 
 
 def in_model(name: str) -> str:
@@ -71,7 +63,7 @@ def in_model(name: str) -> str:
 
 
 def is_all_sparse(text: Mapping[str, Any]) -> bool:
-    """True if every layer of a mixture with this config.json has experts."""
+    """True if every layer of a Qwen mixture with this config.json has experts."""
     return not text.get("mlp_only_layers") and text.get("decoder_sparse_step", 1) == 1
 
 
@@ -88,10 +80,13 @@ def sources(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     stacked: dict[str, dict[tuple[int, int], str]] = {}
     for name in names:
-        if (place := _place(name)) is None:
+        if (match := _MATRIX.fullmatch(name)) is None:
             found[in_model(name)] = (name,)
-        else:
-            stacked.setdefault(place.name, {})[place.expert, place.part] = name
+            continue
+        before, expert, matrix = match.groups()
+        part = next(parts.index(matrix) for parts in MATRICES.values() if matrix in parts)
+        held = f"{before}mlp.experts.{DOWN if part == 2 else GATE_UP}"
+        stacked.setdefault(held, {})[int(expert), part] = name
     for name, parts in stacked.items():
         if len(parts) == (max(expert for expert, _ in parts) + 1) * parts_per_expert(name):
             found[name] = tuple(parts[key] for key in sorted(parts))
@@ -109,20 +104,8 @@ def parts_per_expert(name: str) -> int:
 
 
 def names_in_files(name: str, num_experts: int, *, block: str) -> list[tuple[str, ...]]:
-    """The matrices of each expert that make up this tensor of the model, in files where `block` (see `FILE_PARTS`) is
+    """The matrices of each expert that make up this tensor of the model, in files where `block` (see `MATRICES`) is
     the module of the experts."""
-    before, _, held = name.partition(EXPERTS)
-    return [
-        tuple(f"{before}.{block}.experts.{expert}.{part}.weight" for part in FILE_PARTS[block][held])
-        for expert in range(num_experts)
-    ]
-
-
-def _place(name: str) -> Stacked | None:
-    """Where the model holds the matrix `name` of a file; None if it is no matrix of an expert."""
-    if (match := _MATRIX.fullmatch(name)) is None:
-        return None
-    for held, parts in FILE_PARTS[match["block"]].items():
-        if match["part"] in parts:
-            return Stacked(f"{match['before']}mlp.experts.{held}", int(match["expert"]), parts.index(match["part"]))
-    return None
+    parts = MATRICES[block][:2] if name.endswith(GATE_UP) else MATRICES[block][2:]
+    experts = (f"{name.partition(EXPERTS)[0]}.{block}.experts.{expert}" for expert in range(num_experts))
+    return [tuple(f"{expert}.{part}.weight" for part in parts) for expert in experts]

@@ -15,8 +15,9 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Tensor name -> shape, from the headers of the safetensors files.
 
     Beside the files that transformers reads there may be the same weights under other names, such as Mistral's
-    consolidated.safetensors. Raises FileNotFoundError if there is none, or a part of them is missing, and ValueError
-    for a damaged one, or two sets.
+    consolidated.safetensors; and the layers that some models have behind the last one, to predict several tokens. Both
+    are left out. Raises FileNotFoundError if there is none, or a part of them is missing, and ValueError for a damaged
+    one, or two sets.
     """
     named = set(indexed_files(directory).values()) or {WEIGHT_FILE}
     there = sorted(directory.glob("*.safetensors"))
@@ -31,7 +32,18 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path.name} is damaged, or not a safetensors file: {error}") from error
-    return shapes
+    behind = _layers_behind(directory)
+    return {name: shape for name, shape in shapes.items() if not name.startswith(behind)}
+
+
+def _layers_behind(directory: Path) -> tuple[str, ...]:
+    """Beginnings of the names of tensors in layers behind the last one, of which config.json tells the number."""
+    try:
+        text = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        first, number = text["num_hidden_layers"], text["num_nextn_predict_layers"]
+        return tuple(f"model.layers.{layer}." for layer in range(first, first + number))
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
 
 
 def indexed_files(directory: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from rollout.engine import WeightSyncError
@@ -57,6 +57,14 @@ def tensor_digest(tensor: Tensor) -> str:
     return _digest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
+def stored_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that the files of a model hold, by name: first its buffers that are no function of config.json, such as the
+    biases of routers, which have a type of their own; then its parameters, tied ones once."""
+    stored = model.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
+    yield from model.named_parameters()
+
+
 class TensorShape(NamedTuple):
     """Name, dtype and shape of a tensor, known before the tensor is gathered."""
 
@@ -64,7 +72,8 @@ class TensorShape(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     kept: bool = False
-    """True if the tensor travels in its own dtype even if floating-point: values and scales of quantised weights."""
+    """True if the tensor travels in its own dtype even if floating-point: buffers, values and scales of quantised
+    weights."""
 
 
 def plan_packing(shapes: Iterable[TensorShape], *, dtype: torch.dtype) -> list[TensorSpec]:

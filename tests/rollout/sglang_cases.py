@@ -25,7 +25,7 @@ from rollout.sglang.external import ADMIN_API_KEY, API_KEY
 from rollout.sglang.replies import body_of
 from rollout.sglang.server import SGLangServer
 from rollout.types import GenerateRequest, Generation, PackedWeights, SamplingParams
-from rollout.weights.packed_weights import TensorShape
+from rollout.weights.packed_weights import TensorShape, stored_state
 from rollout.weights.shared_weights import WeightPublisher
 from trainer.run.probe import judge, rounding_tolerance
 
@@ -66,7 +66,7 @@ class Served:
 
     def packed(self, model: PreTrainedModel, *, dtype: torch.dtype = torch.float32) -> PackedWeights:
         """The model's weights as the next version."""
-        return pack(model.named_parameters(), policy_version=self.version + 1, dtype=dtype)
+        return pack(stored_state(model), policy_version=self.version + 1, dtype=dtype)
 
     def verify(self) -> None:
         """Compare the server's weights with those that were sent last, as a sync does."""

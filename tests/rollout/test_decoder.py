@@ -79,7 +79,7 @@ def test_half_precision_is_attended_to_in_float32_on_a_cpu(positions):
     Prefill(slots, first_slot=0, prompt_of_slot=torch.arange(4), longest=5).attend(
         0, *(tensor[:, :, :5] for tensor in (query, key, value)), None
     )
-    assert {memory.dtype for memory in slots.reserve(0, key, columns=5)} == {torch.bfloat16}
+    assert {memory.dtype for memory in slots.reserve(0, key, key, columns=5)} == {torch.bfloat16}
     step = Step(slots, positions=torch.tensor(positions), longest=6, dtype=torch.bfloat16)
     found = step.attend(0, *(tensor[:, :, 5:] for tensor in (query, key, value)), None)
     assert found.dtype == torch.bfloat16

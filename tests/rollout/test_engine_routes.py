@@ -22,6 +22,8 @@ from rollout.model.routing import routers
 from rollout.sglang.replies import ReplyError, routes_of
 from rollout.torch.config import TorchEngineConfig
 from rollout.types import FinishReason, GenerateRequest, Generation
+from rollout.weights.experts import Mixture
+from rollout.weights.packed_weights import stored_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,15 +36,16 @@ NUM_LAYERS = 2
 class Case:
     """A running engine of a mixture, and the model whose weights it holds."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, kind: str, family: str, directory: Path) -> None:
+        self.family = family
         self._served: Served | None = None
         if kind == "sglang":
             needs = EngineNeeds(routes=Routing.weights)
-            self._served = start_served(directory, model_type="qwen3_moe", tied=False, dtype=DType.float32, needs=needs)
+            self._served = start_served(directory, model_type=family, tied=False, dtype=DType.float32, needs=needs)
             self.engine: Engine = self._served.engine
             self.model = self._served.model
             return
-        self.model = write_tiny_model(directory / "model", model_type="qwen3_moe", max_positions=LONG + 20)
+        self.model = write_tiny_model(directory / "model", model_type=family, max_positions=LONG + 20)
         config = TorchEngineConfig(dtype=DType.float32)
         setup = EngineSetup(
             config=config,
@@ -58,13 +61,23 @@ class Case:
 
     def load(self, model: PreTrainedModel) -> None:
         version = self.engine.policy_version + 1
-        self.engine.load_weights(pack(model.named_parameters(), policy_version=version, dtype=torch.float32))
+        self.engine.load_weights(pack(stored_state(model), policy_version=version, dtype=torch.float32))
         self.model = model
 
 
-@pytest.fixture(scope="module", params=["torch", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow])])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "torch-qwen3_moe",
+        "torch-deepseek_v3",
+        *(
+            pytest.param(f"sglang-{family}", marks=[pytest.mark.sglang, pytest.mark.slow])
+            for family in ("qwen3_moe", "glm4_moe")
+        ),
+    ],
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    made = Case(request.param, tmp_path_factory.mktemp(request.param))
+    made = Case(*request.param.split("-"), tmp_path_factory.mktemp(request.param))
     yield made
     made.engine.stop()
 
@@ -127,7 +140,7 @@ def test_routes_are_those_of_the_weights(case: Case) -> None:
         order = torch.from_numpy(generation.routes.whole().astype(np.int64)).argsort(-1)
         own = factors_under(case.model, request.prompt_token_ids + generation.token_ids)[:-1]
         gaps = (factors.gather(-1, order) - own).abs()
-        assert gaps.quantile(0.99) < 1e-3 and own.std() > 0.1
+        assert gaps.quantile(0.99) < 1e-3 and own.std() > 0.05
     shared = [generation.routes.parts[0] for generation in generations[-4:] if generation.routes]
     assert all(part is shared[0] for part in shared), "the routes of a prompt are one array for all its responses"
     plain = case.engine.generate(make_requests(PROMPTS))
@@ -162,7 +175,7 @@ def test_routes_stay_those_of_the_weights_that_sampled(
 ) -> None:
     without_end(monkeypatch)
     old = case.model
-    new = write_tiny_model(tmp_path, seed=5, model_type="qwen3_moe", max_positions=LONG + 20)
+    new = write_tiny_model(tmp_path, seed=5, model_type=case.family, max_positions=LONG + 20)
     old_version = case.engine.policy_version
     requests = with_routes(
         make_requests([*PROMPTS, LONG_PROMPT], num_samples=4, max_new_tokens=LONG - 40, seed=11, stop=())
@@ -193,8 +206,8 @@ def test_routes_stay_those_of_the_weights_that_sampled(
 
 @pytest.mark.parametrize(("experts", "reason"), [([0, 0], "twice"), ([1, NUM_EXPERTS], f"of {NUM_EXPERTS}")])
 def test_what_are_no_routes_is_refused(experts: list[int], reason: str) -> None:
-    text = base64.b64encode(np.array([experts] * 6, np.int32).tobytes()).decode()
+    text, mixture = base64.b64encode(np.array([experts] * 6, np.int32).tobytes()).decode(), Mixture(NUM_EXPERTS, 2)
     with pytest.raises(ReplyError, match=reason):
-        routes_of(text, (3, 2, 2), num_experts=NUM_EXPERTS)
+        routes_of(text, (3, 2), mixture)
     with pytest.raises(ReplyError, match="48 bytes are no routes"):
-        routes_of(text, (4, 2, 2), num_experts=NUM_EXPERTS)
+        routes_of(text, (4, 2), mixture)

@@ -9,18 +9,21 @@ import torch
 from policy_cases import save_words
 from sglang_cases import LONG, PROMPTS, largest_gap, make_requests, start_served
 from test_export import saved_after_a_step
-from tiny_model import MIXTURES, write_tiny_model
+from tiny_model import SERVED, write_tiny_model
 from transformers import AutoModelForCausalLM
 
 from rollout.config import DType
 from rollout.sglang.config import SGLangConfig
 from rollout.sglang.engine import SGLangEngine
+from rollout.weights.experts import ROUTER_BIAS
 from trainer.models.export import write_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(("family", "tp_size"), [*((family, 1) for family in MIXTURES), ("qwen3_moe", 2)])
+@pytest.mark.parametrize(
+    ("family", "tp_size"), [*((family, 1) for family in SERVED), ("qwen3_moe", 2), ("glm4_moe", 2)]
+)
 def test_a_sync_reaches_every_expert(family: str, tp_size: int, tmp_path: Path) -> None:
     served = start_served(tmp_path, model_type=family, tied=False, dtype=DType.float32, tp_size=tp_size)
     try:
@@ -34,10 +37,23 @@ def test_a_sync_reaches_every_expert(family: str, tp_size: int, tmp_path: Path) 
         served.engine.stop()
 
 
-def test_an_export_is_served_with_what_was_trained(tmp_path: Path) -> None:
+def test_a_router_with_a_bias_keeps_its_digits(tmp_path: Path) -> None:
+    """SGLang holds it in float32 beside weights in bfloat16; what is sent of its bias is float32 too."""
+    served = start_served(tmp_path, model_type="glm4_moe", tied=False, dtype=DType.bfloat16)
+    try:
+        new = write_tiny_model(tmp_path / "new", seed=9, model_type="glm4_moe", max_positions=LONG + 20)
+        sent = served.packed(new, dtype=torch.bfloat16)
+        assert {each.dtype for each in sent.tensors if each.name.endswith(ROUTER_BIAS)} == {"float32"}
+        served.engine.load_weights(sent)
+    finally:
+        served.engine.stop()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_an_export_is_served_with_what_was_trained(family: str, tmp_path: Path) -> None:
     """SGLang skips the names that transformers has in memory, without a word."""
     save_words(tmp_path / "start")
-    write_tiny_model(tmp_path / "start", model_type="qwen3_moe")
+    write_tiny_model(tmp_path / "start", model_type=family)
     config, checkpoint, _ = saved_after_a_step(tmp_path / "start", tmp_path / "run")
     write_model(config, checkpoint, tmp_path / "export", dtype=torch.float32)
     trained, first = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("export", "start"))

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 67
 """Not a multiple of 64: engines that pad the vocabulary must still report the right log-probs and digests."""
 EOS_TOKEN_ID = 1
-MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+BIASED = ("deepseek_v3", "glm4_moe")
+"""Mixtures whose router has a bias that is no parameter; their first layer has no experts."""
+UNBIASED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+MIXTURES = (*BIASED, *UNBIASED)
+SERVED = tuple(family for family in MIXTURES if family != "deepseek_v3")
+"""Those that SGLang serves."""
 NUM_EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 
 
@@ -53,15 +58,27 @@ def write_tiny_model(
         "shared_expert_intermediate_size": 64,
         "decoder_sparse_step": sparse_step,
     }
+    if model_type in BIASED:
+        experts |= {
+            "n_routed_experts": NUM_EXPERTS,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 0,
+        }
+    if model_type == "deepseek_v3":
+        sizes = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24}
+        experts |= {"q_lora_rank": 32, "kv_lora_rank": 16, **sizes}
     config = AutoConfig.for_model(
         model_type,
         **(experts if model_type in MIXTURES else {}),
         vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=3 if model_type in BIASED else 2,
         num_attention_heads=4,
-        num_key_value_heads=4 if model_type == "olmoe" else 2,  # SGLang has one with as many of them only
+        num_key_value_heads=4 if model_type in ("olmoe", "deepseek_v3") else 2,
         head_dim=16,
         max_position_embeddings=max_positions,
         bos_token_id=0,
@@ -80,6 +97,9 @@ def write_tiny_model(
         if tied_experts and name.endswith("mlp.gate.weight"):
             parameter.data[: NUM_EXPERTS // 2] = parameter.data[0]
     model = model.to(dtype).eval()
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):  # float32 in every model
+            module.e_score_correction_bias = torch.nn.Buffer(torch.randn(NUM_EXPERTS) * 0.3)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, safe_serialization=True)
     return model

@@ -21,6 +21,7 @@ from cli_process import HEAVY, parity
 from policy_cases import lone_worker, make_config, make_samples, save_policy, save_untied, save_words
 from safetensors.torch import load_file, save_file
 from test_packing import pack_samples
+from tiny_model import BIASED, write_tiny_model
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from transformers import (
@@ -32,7 +33,8 @@ from transformers import (
 
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.data.dataset import StreamState
-from rollout.weights.files import INDEX_FILE
+from rollout.weights.files import INDEX_FILE, tensor_shapes
+from rollout.weights.packed_weights import stored_state
 from trainer.config.outputs import CheckpointConfig, EvalConfig
 from trainer.config.train import TrainConfig
 from trainer.models.export import MAX_SHARD_BYTES, write_model
@@ -168,6 +170,31 @@ def test_an_export_is_what_transformers_writes_of_the_whole_model(
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
     assert loaded.keys() == trained.keys()
     assert all(torch.equal(loaded[name], trained[name].to(torch.bfloat16)) for name in loaded)
+
+
+@pytest.mark.parametrize("family", BIASED)
+def test_the_bias_of_routers_goes_through_training_resume_and_export(tmp_path: Path, family: str) -> None:
+    start = write_tiny_model(tmp_path / "start", model_type=family)
+    save_words(tmp_path / "start")
+    config, checkpoint, trained = saved_after_a_step(tmp_path / "start", tmp_path / "run")
+    biases = {name: each for name, each in start.named_buffers() if name in trained}
+    assert len(biases) == 2
+    with lone_worker(config, tmp_path / "start") as worker:
+        for buffer in worker._policy.model.buffers():
+            buffer.zero_()  # what a start would otherwise read from the same files
+        worker.load_checkpoint(checkpoint.policy_path, 1)
+        held = dict(full_tensors(worker._policy.model))
+        assert all(torch.equal(held[name], each) for name, each in trained.items())
+    write_model(config, checkpoint, tmp_path / "out", dtype=torch.bfloat16)
+    assert tensor_shapes(tmp_path / "out") == tensor_shapes(tmp_path / "start")
+    found, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    for name, each in stored_state(found):
+        assert torch.equal(each, biases[name] if name in biases else trained[name].bfloat16()), name
+    weights = dict(start.named_parameters())
+    assert all(not torch.equal(trained[name], each) for name, each in weights.items() if "experts" in name)
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from policy_cases import make_config
 from routing_ranks import gradient_of_ranks
-from tiny_model import EXPERTS_PER_TOKEN, MIXTURES, NUM_EXPERTS, VOCAB_SIZE, write_tiny_model
+from tiny_model import BIASED, EXPERTS_PER_TOKEN, MIXTURES, NUM_EXPERTS, VOCAB_SIZE, write_tiny_model
 from torch import Tensor
 
 from rollout.model.routing import RouterTap
@@ -61,6 +61,11 @@ def make_samples(lengths: Sequence[tuple[int, int]] = ((3, 5), (3, 4), (6, 2)), 
         )
         for index, (prompt, (prompt_length, response)) in enumerate(zip(prompts, lengths, strict=True))
     ]
+
+
+def experts_of(model: ScoringModel) -> list[torch.nn.Module]:
+    """The experts of each layer that has some."""
+    return [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
 
 
 def own_routes(model: ScoringModel, sample: Sample) -> Routes:
@@ -113,9 +118,7 @@ def test_given_experts_are_used_and_counted(model: ScoringModel) -> None:
     def see(module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         used.append(args[1])
 
-    hooks = [
-        layer.mlp.experts.register_forward_pre_hook(see) for layer in decoder_layers(model.causal_lm.get_decoder())
-    ]
+    hooks = [experts.register_forward_pre_hook(see) for experts in experts_of(model)]
     scores = model(micro, temperature=1.0)
     for hook in hooks:
         hook.remove()
@@ -138,7 +141,7 @@ def test_given_experts_are_used_and_counted(model: ScoringModel) -> None:
 
 def test_router_learns_through_the_scores_of_given_experts(model: ScoringModel) -> None:
     micro = micro_batch([altered(sample) for sample in routed(model, make_samples())])
-    name, router = next((n, p) for n, p in model.named_parameters() if n.endswith("layers.0.mlp.gate.weight"))
+    name, router = next((n, p) for n, p in model.named_parameters() if n.endswith(".mlp.gate.weight"))
     gradients(model, micro)
     assert router.grad is not None, name
     place = np.unravel_index(int(router.grad.abs().argmax()), router.shape)
@@ -188,11 +191,14 @@ def test_a_token_without_a_route_gets_the_trainers_choice(model: ScoringModel) -
 
 
 @pytest.mark.slow
-def test_ranks_have_the_gradient_of_transformers(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, model_type="qwen3_moe")
+@pytest.mark.parametrize("family", [*BIASED, "qwen3_moe"])
+def test_ranks_have_the_gradient_of_transformers(family: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, model_type=family)
     samples = routed(scoring(tmp_path), make_samples())
     config = make_config(tmp_path)
     config.policy.activation_checkpoint_every = 1
+    # Of latent attention both differ from float64 by 1.5e-6.
+    rounding = 2e-6 if family == "deepseek_v3" else 1e-6
     plain = load_causal_lm(tmp_path, attention="eager").eval()
     for sample in samples:
         token_ids = torch.from_numpy(sample.token_ids)
@@ -200,28 +206,33 @@ def test_ranks_have_the_gradient_of_transformers(tmp_path: Path) -> None:
         chosen = logprobs.gather(-1, token_ids[1:, None]).squeeze(-1)
         chosen[torch.from_numpy(sample.response_mask)[1:]].sum().backward()
     expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
-    lives = [replace(sample, routes=None) for sample in samples]
     for parts in ([samples], [samples[:2], samples[2:]]):
         found, counts = gradient_of_ranks(config, tmp_path, parts)
-        assert (found - expected).norm() <= 1e-6 * expected.norm()
+        assert (found - expected).norm() <= rounding * expected.norm()
         assert counts.tolist() == [0, NUM_LAYERS * 17, 0, 17]  # 3 of the shared prompt, 4 + 3 after it, 7
+
+
+@pytest.mark.slow
+def test_ranks_replay_what_one_does(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, model_type="qwen3_moe")
+    samples = routed(scoring(tmp_path), make_samples())
+    config = make_config(tmp_path)
+    config.policy.activation_checkpoint_every = 1
+    lives = [replace(sample, routes=None) for sample in samples]
     (live, _), (replayed, _) = (gradient_of_ranks(config, tmp_path, [each]) for each in (lives, samples))
     assert torch.equal(live, replayed)
     others = [altered(sample) for sample in samples]
     (one, counts), (two, _) = (
         gradient_of_ranks(config, tmp_path, parts) for parts in ([others], [others[:2], others[2:]])
     )
-    assert counts[0] > 0 and (one - two).norm() <= 1e-6 * one.norm() < (one - expected).norm()
+    assert counts[0] > 0 and (one - two).norm() <= 1e-6 * one.norm() < (one - live).norm()
 
 
 def test_given_factors_have_their_numbers_and_the_trainers_gradient(model: ScoringModel) -> None:
     samples = routed(model, make_samples())
     given = [with_factors(sample, factor) for sample, factor in zip(samples, (0.3, 0.3, 0.9), strict=True)]
     seen: list[Tensor] = []
-    hooks = [
-        layer.mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
-        for layer in decoder_layers(model.causal_lm.get_decoder())
-    ]
+    hooks = [experts.register_forward_pre_hook(lambda _, args: seen.append(args[2])) for experts in experts_of(model)]
     _, gradient = gradients(model, micro_batch(given))
     for hook in hooks:
         hook.remove()
@@ -229,7 +240,7 @@ def test_given_factors_have_their_numbers_and_the_trainers_gradient(model: Scori
     for factors in seen:
         expected = torch.tensor([0.3] * 3 + [0.9] * 7 + [0.3] * 7)[:, None].expand(-1, EXPERTS_PER_TOKEN)
         torch.testing.assert_close(factors.detach()[known], expected, atol=1e-3, rtol=0)
-    router = next(p for n, p in model.named_parameters() if n.endswith("layers.0.mlp.gate.weight"))
+    router = next(p for n, p in model.named_parameters() if n.endswith(".mlp.gate.weight"))
     assert router.grad is not None and router.grad.abs().max() > 0
     assert not torch.equal(gradient, gradients(model, micro_batch(samples))[1])
 

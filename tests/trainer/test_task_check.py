@@ -420,6 +420,9 @@ def test_exact_arithmetic_is_refused_for_an_activation_that_it_lacks(
         assert run(["train", "mine.yaml", f"model.path={directory}", *exact]) == 2
         assert "rollout.exact must be false for a model with hidden_act=gelu" in capsys.readouterr().err
         assert run(["train", "mine.yaml", f"model.path={directory}", *exact, "rollout.exact=false"]) == 0
+        edit_config(Path(directory), hidden_act="silu", model_type="glm4_moe")
+        assert run(["train", "mine.yaml", f"model.path={directory}", *exact]) == 2
+        assert "rollout.exact must be false for a glm4_moe" in capsys.readouterr().err
 
 
 def test_exact_arithmetic_of_a_mixture_is_refused_on_gpus_and_with_factors_of_the_engine(

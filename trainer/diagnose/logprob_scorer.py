@@ -202,7 +202,7 @@ class LogprobScorer:
     def _check_routes(self, routes: Sequence[Routes]) -> None:
         """Raise OtherWeightsError if the routes are not of this model."""
         layers = len(routers(self._model(Body())))
-        wanted = (layers, *self.mixture[1:]) if self.mixture is not None else None
+        wanted = (layers, self.mixture.per_token) if self.mixture is not None else None
         for each in routes:
             shapes = {part.shape[1:] for part in each.parts}
             wrong = shapes - {wanted} or (each.problem(self.mixture.number) if self.mixture is not None else "")

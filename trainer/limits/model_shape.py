@@ -200,8 +200,12 @@ def described_shapes(text: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_sizes(text: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Query heads x head size, KV heads x head size, head size."""
+    """Query heads x head size, KV heads x head size, head size. Of latent attention, which computes a key and a value
+    for each head, those of keys: values have no more."""
     heads = text["num_attention_heads"]
+    if "qk_nope_head_dim" in text:
+        size = text["qk_nope_head_dim"] + text["qk_rope_head_dim"]
+        return heads * size, heads * size, size
     head_size = text.get("head_dim") or text["hidden_size"] // heads
     return heads * head_size, (text.get("num_key_value_heads") or heads) * head_size, head_size
 

@@ -119,7 +119,8 @@ def _write_whole(
     stop_ids = stop_token_ids(load_tokenizer(start), start, stop=config.sampling.stop)
     with _whole_or_nothing(directory) as unfinished:
         model = empty_causal_lm(start)
-        torch.nn.Module.to(model, dtype=dtype)  # in place
+        for parameter in model.parameters():  # buffers have a type of their own
+            parameter.data = parameter.to(dtype)
         copy_description(start, unfinished, dtype=dtype, stop_ids=stop_ids)
         _write_weights(model, source, unfinished, as_in=stored_tensors(start), max_shard_bytes=max_shard_bytes)
         copy_tokenizer(start, unfinished)

@@ -32,7 +32,7 @@ from rollout.config import DType
 from rollout.model.limits import altered_logits
 from rollout.model.onednn_linear import use_fast_products
 from rollout.weights.adapter import is_adapter, name_without_adapter, sent_name
-from rollout.weights.packed_weights import ALIGNMENT, DTYPES, TensorShape, listed
+from rollout.weights.packed_weights import ALIGNMENT, DTYPES, TensorShape, listed, stored_state
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
 from trainer.policy.lora import Part, Update, fill_adapter, updates
 from trainer.policy.stored import StoredTensor, stored_tensors
@@ -185,28 +185,29 @@ def load_rows(
     unused = sorted(held.keys() - {name_without_adapter(name) for aliases in names.values() for name in aliases})
     if unused:
         logger.warning("model.path=%s: tensors that the model has no parameter for: %s", path, listed(unused))
-    state = fill_adapter(model, seed=adapter_seed, device=device)
+    state: dict[str, Tensor] = {**fill_adapter(model, seed=adapter_seed, device=device)}
     for parameter, name in stored.items():
-        dtype = torch.float32 if parameter.requires_grad else frozen
-        rows = read_shard(parameter, held[name], device=device, dtype=dtype)
-        loaded = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+        if isinstance(parameter, nn.Parameter):
+            dtype = torch.float32 if parameter.requires_grad else frozen
+            rows = read_shard(parameter, held[name], device=device, dtype=dtype)
+            loaded: Tensor = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+        else:  # a buffer, which every rank has whole
+            loaded = held[name].rows(0, len(parameter)).to(parameter)
         state |= dict.fromkeys(names[parameter], loaded)
-    buffers = dict(model.named_buffers())
-    present = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in buffers}
-    model.load_state_dict({**state, **present}, strict=True, assign=True)
+    model.load_state_dict(state, strict=True, assign=True)
 
 
 def _stored_names(
     model: nn.Module, held: Collection[str], path: Path
-) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Parameter, str]]:
-    """(parameter -> its names in the model, more than one if it is tied; parameter -> its name among those `held`).
+) -> tuple[dict[Tensor, list[str]], dict[Tensor, str]]:
+    """(parameter or buffer -> its names in the model, more than one if it is tied; and -> its name among those `held`).
 
     Without those of an adapter, which no file of the model holds.
 
-    Raises ValueError if a parameter is not `held` by the files of the directory `path`.
+    Raises ValueError if one is not `held` by the files of the directory `path`.
     """
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.state_dict(keep_vars=True).items():
         if not is_adapter(name):
             names.setdefault(parameter, []).append(name)
     in_files = {parameter: map(name_without_adapter, aliases) for parameter, aliases in names.items()}
@@ -274,8 +275,13 @@ def tensor_shapes(model: ScoringModel, part: Part = Part.whole) -> list[TensorSh
     added = updates(model.causal_lm) if part is Part.whole else {}
     return [
         # The sum of a weight and its adapter is float32.
-        TensorShape(name, torch.float32 if name in added else parameter.dtype, tuple(parameter.shape))
-        for name, parameter in _named_parameters(model, part)
+        TensorShape(
+            name,
+            torch.float32 if name in added else each.dtype,
+            tuple(each.shape),
+            kept=not isinstance(each, nn.Parameter),
+        )
+        for name, each in _named_state(model, part)
     ]
 
 
@@ -284,7 +290,7 @@ def full_tensors(
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     part: Part = Part.whole,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole tensor of every parameter of `part`, in order, on the ranks' device. Tied parameters come once.
+    """Name and whole tensor of all weights of `part`, in order, on the ranks' device. Tied parameters come once.
 
     The names are those in the model's files, or peft's for an adapter. Gathering is a collective: every rank must walk
     the iterator to its end. Several ranks cast their rows to the type that `dtypes` names for a tensor before they
@@ -295,8 +301,11 @@ def full_tensors(
     if isinstance(model, FSDPModule):
         model.reshard()  # after a forward without backward the root still holds gathered copies in the compute dtype
     rows, added = [], updates(model.causal_lm) if part is Part.whole else {}
-    for name, parameter in _named_parameters(model, part):
+    for name, parameter in _named_state(model, part):
         tensor = parameter.detach()
+        if not isinstance(parameter, nn.Parameter):  # before the parameters: every rank has it whole
+            yield name, tensor
+            continue
         if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),):
             raise TypeError(f"{name} is not sharded by rows: its bytes are not those of the master weights")
         own = torch.float32 if name in added else tensor.dtype
@@ -314,11 +323,11 @@ def full_tensors(
         yield from under_way.tensors()
 
 
-def _named_parameters(model: ScoringModel, part: Part) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of `part` under the names with which they are sent."""
-    for name, parameter in model.causal_lm.named_parameters():
+def _named_state(model: ScoringModel, part: Part) -> Iterator[tuple[str, Tensor]]:
+    """The weights of `part` under the names with which they are sent, buffers first."""
+    for name, each in stored_state(model.causal_lm):
         if is_adapter(name) is (part is Part.adapter):
-            yield sent_name(name) if part is Part.adapter else name_without_adapter(name), parameter
+            yield sent_name(name) if part is Part.adapter else name_without_adapter(name), each
 
 
 class _Rows(NamedTuple):

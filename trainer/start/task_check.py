@@ -22,6 +22,7 @@ from rollout.processes.custom_code import is_custom
 from rollout.rewards import judgement, try_reward
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from rollout.types import Prompt
+from rollout.weights.experts import BIASED
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelConfig
 from trainer.limits.adapter_shape import chosen_layers, linear_shapes
@@ -181,6 +182,9 @@ def _exact_problems(config: TrainConfig, directory: Path) -> Iterator[Problem]:
     activation = model.get("hidden_act", EXACT_ACTIVATION)
     if config.rollout.exact and activation != EXACT_ACTIVATION:
         rule = f"must be false for a model with hidden_act={activation}: exact arithmetic has {EXACT_ACTIVATION}"
+        yield config.broken("rollout.exact", rule, f"model.path={directory}. Use another model.")
+    if config.rollout.exact and (family := model.get("model_type")) in BIASED:
+        rule = f"must be false for a {family}: exact arithmetic has no router with a bias"
         yield config.broken("rollout.exact", rule, f"model.path={directory}. Use another model.")
 
 
