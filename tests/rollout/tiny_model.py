@@ -61,7 +61,7 @@ def write_tiny_model(
     if model_type in BIASED:
         experts |= {
             "n_routed_experts": NUM_EXPERTS,
-            "n_group": 2,
+            "n_group": 2 if model_type == "deepseek_v3" else 1,
             "topk_group": 1,
             "routed_scaling_factor": 1.5,
             "first_k_dense_replace": 1,

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from algorithms.config import AdvantageConfig, Estimator
+from rollout.config import DType
 from rollout.data.dataset import StreamState
 from rollout.weights.files import INDEX_FILE, tensor_shapes
 from rollout.weights.packed_weights import stored_state
@@ -179,12 +180,18 @@ def test_the_bias_of_routers_goes_through_training_resume_and_export(tmp_path: P
     config, checkpoint, trained = saved_after_a_step(tmp_path / "start", tmp_path / "run")
     biases = {name: each for name, each in start.named_buffers() if name in trained}
     assert len(biases) == 2
+    config = replace(config, rollout=replace(config.rollout, dtype=DType.bfloat16))
     with lone_worker(config, tmp_path / "start") as worker:
         for buffer in worker._policy.model.buffers():
             buffer.zero_()  # what a start would otherwise read from the same files
         worker.load_checkpoint(checkpoint.policy_path, 1)
         held = dict(full_tensors(worker._policy.model))
         assert all(torch.equal(held[name], each) for name, each in trained.items())
+        shared = worker.publish_weights(2)
+        assert shared is not None
+        sent = {spec.name: spec.dtype for spec in shared.tensors}
+    assert sent.keys() == trained.keys() and set(sent.values()) == {"bfloat16", "float32"}
+    assert {name for name, dtype in sent.items() if dtype == "float32"} == biases.keys()
     write_model(config, checkpoint, tmp_path / "out", dtype=torch.bfloat16)
     assert tensor_shapes(tmp_path / "out") == tensor_shapes(tmp_path / "start")
     found, report = AutoModelForCausalLM.from_pretrained(

@@ -369,6 +369,10 @@ def add_expert(directory: Path) -> None:
             lambda path: edit_config(path, quantization_config={"quant_method": "fp8"}),
             r"must hold weights that are not quantised.* got 'fp8'\. Name the model in 16 or 32 bits",
         ),
+        (
+            lambda path: edit_config(path, model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"}),
+            r"must be of another family: its attention has sinks.* got 'gpt_oss'",
+        ),
         (save_in_one_file_beside_several, r"two sets of weights; remove the older one"),
         (
             lambda path: (path / "adapter_config.json").write_text("{}"),

@@ -33,6 +33,8 @@ DTYPE_KEYS = ("torch_dtype", "dtype")
 """The type of the weights, as transformers before 4.56 reads it, and as it is written since."""
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of classes that predict the next token."""
+UNSUPPORTED = {"gpt_oss": "its attention has sinks, and windows of 128 tokens, which Parity's has not"}
+"""model_type -> why it is refused."""
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "transformer.wte.weight")
 
 
@@ -173,6 +175,8 @@ def _unsupported(key: str, directory: Path) -> Problem | None:
             ", ".join(map(str, classes)),
             "Parity trains decoders that transformers loads with AutoModelForCausalLM.",
         )
+    if (family := text_part(model).get("model_type")) in UNSUPPORTED:
+        return problem(f"must be of another family: {UNSUPPORTED[family]}", family, "Use another model.")
     if key != "checkpoint" and (quantized := model.get("quantization_config")):
         return problem(
             "must hold weights that are not quantised: a trainer would read the numbers without their scales, and "
@@ -185,10 +189,10 @@ def _unsupported(key: str, directory: Path) -> Problem | None:
     except (ValueError, OSError) as error:
         return problem("must hold safetensors files that can be read", f"{error}", "Copy or download the file again.")
     text = text_part(model)
-    if any(EXPERT_NAME in name for name in shapes) and text.get("model_type") not in FAMILIES:
+    if any(EXPERT_NAME in name for name in shapes) and family not in FAMILIES:
         return problem(
             f"must be a dense model, or a mixture of experts of one of the families {', '.join(FAMILIES)}",
-            text.get("model_type"),
+            family,
             "How others store or choose their experts is not known here.",
         )
     expected = text.get("num_hidden_layers")
