@@ -26,6 +26,7 @@ from policy_cases import (
 )
 from test_gathering import save_odd
 from test_packing import pack_samples
+from tiny_model import write_tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -411,6 +412,18 @@ def test_an_adapter_that_does_not_fit_is_refused_before_a_start(tmp_path: Path) 
     assert "ends: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj." in text
     with pytest.raises(ConfigError, match=r"must be all, attention or a regular expression, got '\('"):
         LoraConfig(rank=4, targets="(").check()
+
+
+def test_dense_layers_of_a_mixture_take_no_adapter(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, model_type="glm4_moe")
+
+    def problems(**lora: object) -> list[str]:
+        return [
+            str(each) for each in task_problems([with_lora(tmp_path, **lora)]) if each.key.startswith("policy.lora")
+        ]
+
+    assert "layers without experts, such as model.layers.0.mlp." in problems()[0]
+    assert not problems(targets="attention")
 
 
 def test_sizes_of_the_built_in_models_are_those_of_their_files(tmp_path: Path) -> None:

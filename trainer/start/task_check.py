@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -210,6 +211,10 @@ def _adapter_problems(config: TrainConfig) -> Iterator[Problem]:
         first = next(iter(shapes), "")
         remedy = f"all, attention, or a regular expression for whole names such as {first}; ends: {', '.join(ends)}."
         yield config.broken("policy.lora.targets", rule, remedy)
+    dense = [name for name in chosen if re.search(r"\.mlp\.(gate|up|down)_proj$", name)]
+    if dense and any(".shared_experts." in name for name in shapes):
+        rule = f"must leave out the MLP of layers without experts, such as {dense[0]}: peft takes it for experts"
+        yield config.broken("policy.lora.targets", rule, "Choose attention.")
     too_small = [name for name in chosen if min(shapes[name]) < lora.rank]
     if too_small:
         rows, columns = shapes[too_small[0]]
