@@ -72,7 +72,8 @@ def reference_term(config: ReferenceKLConfig) -> str:
     kl = f"{config.estimator.name}[KL(pi_theta || pi_ref)]"
     if config.placement is KLPlacement.reward:
         return f", with {config.coef:g} * sum_y {kl} taken off the reward"
-    return f" + {config.coef:g} * {kl}, with tokens, weight and divisor of the first term"
+    of = "tokens, weight and divisor of the first term" if config.weighted else "weight 1 and the divisor of its tokens"
+    return f" + {config.coef:g} * {kl}, with {of}"
 
 
 def _at(level: Level | CustomLevel, rho: str) -> str:

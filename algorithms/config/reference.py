@@ -66,8 +66,13 @@ class ReferenceKLConfig(Checked):
     """Estimator of the KL. Vetted: unbiased or k3 in the loss, k1 in the reward."""
     placement: KLPlacement = KLPlacement.loss
     """Placement of the KL, in the loss or in the reward. Vetted: loss (GRPO), reward (RLOO, PPO)."""
+    weighted: bool = True
+    """Give the KL in the loss the tokens and the weights that the correction leaves to the policy loss. With false it
+    takes every token of the denominator with weight 1, as in verl and TRL."""
 
     def conflicts(self) -> Iterator[Problem]:
+        if not self.weighted and self.placement is KLPlacement.reward:
+            yield self.broken("weighted", "has no effect with placement=reward", "Remove it, or use placement=loss.")
         if self.estimator is KLEstimator.k1 and self.placement is KLPlacement.loss:
             yield self.broken(
                 "estimator",

@@ -22,6 +22,7 @@ from algorithms.config import (
     KLPlacement,
     MISConfig,
     ReferenceKLConfig,
+    RejectedDenominator,
     SelfNormalize,
     TISConfig,
 )
@@ -149,17 +150,23 @@ def test_combinations_without_effect_are_refused(model_path: Path) -> None:
         config_with(model_path, IN_REWARD, BypassConfig())
     with pytest.raises(ValueError, match=r"reference\.coef must be 0 in the loss of self-normalised weights"):
         config_with(model_path, IN_LOSS[0], TISConfig(self_normalize=SelfNormalize.mean_one))
+    with pytest.raises(ValueError, match=r"weighted has no effect with placement=reward"):
+        replace(IN_REWARD, weighted=False)
     config_with(model_path, IN_REWARD, TISConfig(self_normalize=SelfNormalize.mean_one))
     config_with(model_path, IN_LOSS[0], BypassConfig())
 
 
-def test_a_rejected_token_does_not_come_back_through_the_kl(model_path: Path) -> None:
+@pytest.mark.parametrize(("weighted", "denominator"), [(True, "keep"), (False, "keep"), (False, "drop")])
+def test_a_rejected_token_comes_back_through_an_unweighted_kl_alone(
+    model_path: Path, weighted: bool, denominator: str
+) -> None:
     # log mu = -12 of a token with pi = 0.5: rho is 81,000, and an unbounded pi_theta / mu would own the gradient.
-    config = config_with(model_path, ReferenceKLConfig(coef=0.01), MISConfig())
+    kl = ReferenceKLConfig(coef=0.01, weighted=weighted)
+    config = config_with(model_path, kl, MISConfig(rejected_denominator=RejectedDenominator[denominator]))
     samples = make_samples()[:1]
     first = samples[0].num_prompt_tokens
     pi = math.log(0.5)
-    samples[0].rollout_logprobs = np.where(samples[0].response_mask, pi, 0.0)
+    samples[0].rollout_logprobs = np.where(samples[0].response_mask, pi - 0.5, 0.0)  # a weight of 1.65
     samples[0].rollout_logprobs[first] = -12.0
     samples[0].reward = 0.0
     [mini] = pack_samples([samples], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0]
@@ -171,8 +178,13 @@ def test_a_rejected_token_does_not_come_back_through_the_kl(model_path: Path) ->
     correction = correct(config.correction.spec(), micro.tokens(logprobs.detach()))
     step_loss(config, micro, scores, correction, mini=mini).loss.backward()
     assert logprobs.grad is not None
-    assert logprobs.grad[first] == 0
-    assert (logprobs.grad[micro.response_mask][1:] > 0).all()
+    # k3 x pi_theta / pi_old at L = log 2: k3 + its derivative = (exp(-L) - 1 + L) + (1 - exp(-L)) = L.
+    weight = math.exp(0.5) if weighted else 1.0
+    expected = torch.full_like(logprobs, weight * 0.01 * math.log(2) / int(micro.response_mask.sum()))
+    expected[~micro.response_mask] = 0
+    if weighted or denominator == "drop":
+        expected[first] = 0
+    torch.testing.assert_close(logprobs.grad, expected)
 
 
 def test_every_scoring_is_at_the_sampling_temperature(model_path: Path) -> None:

@@ -345,13 +345,14 @@ def step_loss(
         return output
     # Over the same tokens with the same weight and anchor as the policy loss: a token that the correction rejects or
     # bounds would otherwise come back through an unbounded pi_theta / mu. Without a ratio the anchor is pi_theta.
-    ratio_free = config.correction.spec().anchor is Anchor.none
+    # Unweighted, as other trainers compute it, rejected tokens stay unless they have left the denominator.
+    ratio_free, weighted = config.correction.spec().anchor is Anchor.none, config.reference.weighted
     kl = reference_kl_loss(
         scores.logprobs,
         ref_logprobs=present(micro.ref_logprobs, "ref_logprobs"),
         anchor_logprobs=scores.logprobs.detach() if ratio_free else correction.anchor,
-        response_mask=correction.keep,
-        coefficients=coefficients * correction.weight,
+        response_mask=correction.keep if weighted else micro.response_mask,
+        coefficients=coefficients * correction.weight if weighted else coefficients,
         config=config.reference,
     )
     return output._replace(loss=output.loss + kl)
