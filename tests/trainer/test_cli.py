@@ -147,7 +147,7 @@ def test_no_plan_is_made_of_words_that_were_not_understood(tmp_path: Path) -> No
     outcome = parity("train", "arithmetic_grpo", "rollout=torch", "--dry-run", "--use-tis", cwd=tmp_path)
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.splitlines()[1:] == [
-        "  - flag is not known, got '--use-tis'. Here it is correction=tis. See parity train --help."
+        "  - flag is not known, got '--use-tis'. Here it is correction=tis correction.cap=... See parity train --help."
     ]
 
 
@@ -163,7 +163,7 @@ def test_an_unknown_recipe_and_flag_are_reported_together(tmp_path: Path) -> Non
         (["--cfg", "job", "--dry-run"], "flags cannot be combined, got '--cfg --dry-run'."),
         (["--cfg", "jobb"], "invalid choice: 'jobb'"),
         (["--resolve"], "--resolve has no effect without --cfg"),
-        (["--use-tis"], "flag is not known, got '--use-tis'. Here it is correction=tis."),
+        (["--use-tis"], "flag is not known, got '--use-tis'. Here it is correction=tis correction.cap="),
         (["--config-name", "x"], "flag is not known, got '--config-name'."),
         (["--experimental-rerun", "x.pickle"], "flag is not known, got '--experimental-rerun'."),
     ],
@@ -222,7 +222,7 @@ def test_cfg_shows_the_composed_config(tmp_path: Path) -> None:
 def test_cfg_answers_what_cannot_be_composed_as_a_run_does(tmp_path: Path) -> None:
     for word, expected in (
         ("optim.lrr=3", "optim.lrr is not a key of optim, got 3. Did you mean optim.lr?"),
-        ("learning_rate=1e-5", "learning_rate is not a key, got 1e-05. Here it is optim.lr."),
+        ("learning_rate=1e-5", "learning_rate is not a key, got 1e-05. Here it is optim.lr=1e-05."),
     ):
         outcome = parity("train", "arithmetic_grpo", word, "--cfg", "job", "-p", "optim", cwd=tmp_path)
         assert outcome.code == 2 and expected in outcome.err, outcome.err

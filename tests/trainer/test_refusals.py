@@ -20,8 +20,8 @@ REFUSALS = {
             "loss.clip_hihg=0.3",
             "loss.clip_hihg is not a key of loss=ppo_clip, got 0.3. Did you mean loss.clip_high? Keys of ppo_clip: a",
         ),
-        ("lr=1e-5", "lr is not a key, got 1e-05. Did you mean optim.lr?"),
-        ("batch.lr=1e-5", "batch.lr is not a key of batch, got 1e-05. Did you mean optim.lr?"),
+        ("lr=1e-5", "lr is not a key, got 1e-05. Here it is optim.lr=1e-05."),
+        ("batch.lr=1e-5", "batch.lr is not a key of batch, got 1e-05. Here it is optim.lr=1e-05."),
         ("num_step=3", "num_step is not a key, got 3. Did you mean run.num_steps?"),
         ("bactch.group_sise=4", "bactch.group_sise is not a key, got 4. Did you mean batch.group_size?"),
         ("corection=mis", "corection is not a key, got 'mis'. Did you mean correction?"),
@@ -39,7 +39,7 @@ REFUSALS = {
     ],
     "a plus sign smuggles nothing in": [
         ("+loss.clip_hihg=0.3", "loss.clip_hihg is not a key of loss=ppo_clip, got 0.3. Did you mean loss.clip_high?"),
-        ("++seed=3", "seed is not a key, got 3. Did you mean run.seed?"),
+        ("++seed=3", "seed is not a key, got 3. Here it is run.seed=3."),
     ],
     "additions and removals": [
         ("~loss.clip_low", "~loss.clip_low cannot be removed, got 0.2."),
@@ -196,19 +196,20 @@ def test_build_config_does_not_raise_and_collects_every_component() -> None:
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("correction.rollout_is_threshold=3", "Here it is correction.cap."),
+        ("correction.rollout_is_threshold=3", "Here it is correction.cap=3."),
         ("algorithm.rollout_correction.bypass_mode=true", "Here it is correction=bypass."),
-        ("+algorithm.rollout_correction.rollout_is_threshold=3", "Here it is correction.cap."),
-        ("vllm_importance_sampling_cap=3", "Here it is correction.cap."),
-        ("loss.clip_ratio_c=3", "Here it is loss.dual_clip."),
-        ("correction.veto=1e-4", "Here it is correction.reject.veto."),
-        ("batch.num_generations=3", "Here it is batch.group_size."),
-        ("learning_rate=1e-6", "Here it is optim.lr."),
-        ("data.train_files=train.parquet", "Here it is data.train_path."),
-        ("actor_rollout_ref.rollout.n=8", "Here it is batch.group_size."),
-        ("rollout.n=8", "Here it is batch.group_size."),
-        ("actor_rollout_ref.rollout.val_kwargs.n=4", "Here it is eval.samples."),
-        ("trainer.total_epochs=15", "Here it is run.num_steps: rollout steps, of which an epoch has prompts / batch."),
+        ("+algorithm.rollout_correction.rollout_is_threshold='0.5_5'", "correction.bound=mask correction.low=0.5"),
+        ("vllm_importance_sampling_cap=3", "Here it is correction.cap=3."),
+        ("loss.clip_ratio_c=3", "Here it is loss.dual_clip=3."),
+        ("correction.veto=1e-4", "Here it is correction.reject.veto=0.0001."),
+        ("batch.num_generations=3", "Here it is batch.group_size=3."),
+        ("learning_rate=1e-6", "Here it is optim.lr=1e-06."),
+        ("data.train_files=train.parquet", "Here it is data.train_path=train.parquet."),
+        ("actor_rollout_ref.rollout.n=8", "Here it is batch.group_size=8."),
+        ("rollout.n=8", "Here it is batch.group_size=8."),
+        ("actor_rollout_ref.rollout.val_kwargs.n=4", "Here it is eval.samples=4."),
+        ("actor_rollout_ref.rollout.val_kwargs.top_p=0.7", "Here it is eval.top_p=0.7."),
+        ("trainer.total_epochs=15", "run.num_steps counts rollout steps: an epoch has prompts / batch."),
     ],
 )
 def test_a_key_of_another_trainer_is_translated(word: str, expected: str) -> None:
@@ -220,13 +221,21 @@ def test_the_sections_are_listed_where_no_key_is_similar() -> None:
     sections = f"Sections: {', '.join(TrainConfig.__dataclass_fields__)}."
     words = ("actor_rollout_ref.rollout.n=8", "zzz=3", "optim.lr=-1", "trainer.total_training_steps=15")
     assert messages(*words) == [
-        "actor_rollout_ref.rollout.n is not a key, got 8. Here it is batch.group_size.",
+        "actor_rollout_ref.rollout.n is not a key, got 8. Here it is batch.group_size=8.",
         f"zzz is not a key, got 3. {sections}",
-        "trainer.total_training_steps is not a key, got 15. Here it is run.num_steps.",
+        "trainer.total_training_steps is not a key, got 15. Here it is run.num_steps=15.",
         "optim.lr must be > 0, got -1.0. The default is 1e-06.",
     ]
     one_of_two = messages("lose.x=1,2", "zzz=3", multirun=True)
     assert [sections in message for message in one_of_two] == [False, True, False]
+
+
+def test_many_wrong_keys_of_a_section_list_its_keys_once() -> None:
+    found = messages("data=file", "data.zzz=1", "data.yyy=2", "data.train_files=a", "xxx=1", "www=2")
+    assert sum("eys of file: train_path" in message for message in found) == 1
+    assert sum("Sections: " in message for message in found) == 1
+    [translated] = [message for message in found if message.startswith("data.train_files ")]
+    assert translated.endswith("Here it is data.train_path=a.")
 
 
 def test_nested_keys_are_checked_like_any_other() -> None:

@@ -33,6 +33,7 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity diagnose <run.dir>, <bundle>          why engine and trainer disagree, cause by cause
   parity report <run.dir> [<run.dir> ...]      the page of a run, or one that compares several
   parity export <run.dir> <directory>          the newest checkpoint of a run as a Hugging Face model
+  parity port <script>                         a script of verl, TRL, slime or miles as a recipe
   parity doctor                                check this machine
   parity train --help                          everything about train
 
@@ -101,6 +102,8 @@ def _dispatch(words: list[str]) -> int:
             from trainer.cli.diagnose import run_diagnose as run_command
         case "report":
             from trainer.cli.report import run_report as run_command
+        case "port":
+            from trainer.cli.port import run_port as run_command
         case "export":
             from trainer.cli.export import run_export as run_command
         case _ if rest:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from algorithms.config import Problem
 from algorithms.config.rules import describe
 from trainer.compose.keys import nearest
-from trainer.compose.renamed import renamed_hint
+from trainer.compose.peers import peer_hint
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
 
 BEST = "--best"
@@ -77,7 +77,7 @@ class CommandParser(ArgumentParser):
         name, _, value = flag.partition("=")
         close = nearest(name, self.flags)
         elsewhere = [parser.prog for parser in PARSERS.values() if name in parser._option_string_actions]
-        hint = renamed_hint([name.lstrip("-")])
+        hint = peer_hint(name.lstrip("-").split("."), value or "true")
         if not hint and elsewhere:
             hint = f"It is a flag of {', '.join(elsewhere)}."
         elif not hint and close:
@@ -214,6 +214,13 @@ parity report <run.dir> [<run.dir> ...] [-o FILE]
   Writes one HTML file that opens offline and prints its path. Several runs: one curve each, what differs in
   their configuration, and their headline numbers. See docs/reading_a_report.md.
 """, _OUT),
+    CommandParser("""\
+parity port <file> [-o FILE]
+
+  <file>               a script of verl, TRL, slime or miles: bash, Python or YAML. Nothing of it is executed.
+
+  Prints a recipe that does the same, with a comment for what it cannot say. See docs/from_other_trainers.md.
+""", _flag("-o", "--out", metavar="FILE", help="write the recipe to this new file")),
     CommandParser("""\
 parity recipes
 

@@ -30,10 +30,10 @@ from trainer.compose.catalog import recipe_files, recipe_name
 from trainer.compose.choices import own_class, plain, without_choices
 from trainer.compose.home import expand_homes
 from trainer.compose.hydra_session import SCHEMA, add_option, hydra_session
-from trainer.compose.keys import field_names, nearest
+from trainer.compose.keys import field_names, lists_once, nearest
 from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_override
+from trainer.compose.peers import CHOICES
 from trainer.compose.read import HYDRA_KEY, build_config
-from trainer.compose.renamed import CHOICES
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 from trainer.config.train import CUSTOM, GROUPS, PRESETS, TrainConfig
 from trainer.config.training import ModelConfig, RunConfig
@@ -101,7 +101,7 @@ def resolve(
             _compose_run(recipe, combination, loader=loader, multirun=multirun, unneeded=unneeded)
             for combination in expand(overrides)
         )
-    problems = [*unreadable, *_together(runs)]
+    problems = lists_once([*unreadable, *_together(runs)])
     if recipe.name == CONFIG_FILE:
         problems = with_changed_files(problems, recipe.parent)
     return Resolution(runs=runs, multirun=multirun, problems=tuple(problems))

@@ -2,7 +2,7 @@
 
     python -m trainer.compose.key_page > docs/keys.md
 
-The page takes default, rule and meaning from the config dataclasses, and names in other trainers from `renamed.py`.
+The page takes default, rule and meaning from the config dataclasses, and names in other trainers from `peers.yaml`.
 `tests/trainer/test_key_page.py` fails if docs/keys.md is not current.
 """
 
@@ -16,7 +16,7 @@ from typing import get_type_hints
 
 from algorithms.config.rules import Description, as_yaml, describe
 from trainer.compose.keys import accepted
-from trainer.compose.renamed import BY_TRAINER
+from trainer.compose.peers import peer_names
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.text.plain import to_stdout
 
@@ -72,15 +72,7 @@ def _cells(described: Description, kind: type) -> tuple[str, ...]:
 
 def _elsewhere(key: str) -> str:
     """Names of `key` in verl and TRL."""
-    # Text after a colon or a bracket is an explanation and names no key.
-    pattern = re.compile(rf"(?<![\w.]){re.escape(key)}(?![\w.])")
-    found = [
-        f"`{name}` ({trainer})"
-        for trainer in ("verl", "TRL")
-        for name, here in BY_TRAINER[trainer].items()
-        if pattern.search(re.split(r"[:(]", here)[0])
-    ]
-    return ", ".join(found)
+    return ", ".join(f"`{name}` ({trainer})" for trainer in ("verl", "TRL") for name in peer_names(trainer, key))
 
 
 if __name__ == "__main__":

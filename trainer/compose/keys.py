@@ -7,9 +7,10 @@ option. `read.py` uses these functions, which read types only, never values.
 from __future__ import annotations
 
 import ast
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -17,10 +18,11 @@ from algorithms.config import Checked, Custom, Problem
 from algorithms.config.rules import default_text
 from algorithms.config.similar import similar
 from rollout.processes.custom_code import similar_custom
-from trainer.compose.renamed import SYNONYMS, renamed_hint
+from trainer.compose.peers import SYNONYMS, peer_hint
 from trainer.config.train import GROUPS, PRESETS, TrainConfig, option_name
 
 Kinds = Mapping[str, type]
+_LIST = re.compile(r"(Its keys|[Kk]eys of \S+|Sections): .*\.$")
 WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null", Any: "any value"}
 
 
@@ -88,7 +90,7 @@ def _key_for(value: str, section: type) -> str | None:
 
 def unknown_section(path: Sequence[str], value: object, kinds: Kinds) -> Problem:
     """The Problem of a key whose first part is not a section."""
-    hint = _nested(path, value, kinds) or renamed_hint(list(path)) or did_you_mean(path, [], kinds)
+    hint = _nested(path, value, kinds) or peer_hint(list(path), value) or did_you_mean(path, [], kinds)
     remedy = hint or f"Sections: {', '.join(field_names(TrainConfig))}."
     return Problem(key=".".join(path), rule="is not a key", value=value, remedy=remedy)
 
@@ -97,11 +99,16 @@ def unknown_key(path: Sequence[str], depth: int, value: object, holder: type, ki
     """The Problem of a key whose part number `depth` is not a field of `holder`, the class of the earlier parts."""
     own = field_names(holder)
     section = ".".join(path[:depth])
-    hint = _nested(path, value, kinds) or renamed_hint(list(path)) or did_you_mean(path, own, kinds, depth)
-    described, of = f"Its keys: {', '.join(own)}.", getattr(holder, "source", "") or section
-    if section in GROUPS:
+    elsewhere = [name for name, kind in GROUPS.get(section, {}).items() if path[depth] in field_names(kind)]
+    hint, of = _nested(path, value, kinds), getattr(holder, "source", "") or section
+    peer = "" if hint or elsewhere else peer_hint(list(path), value)
+    similar_key = did_you_mean(path, own, kinds, depth)
+    if similar_key and not peer.startswith("Here it is"):
+        peer = ""  # one letter is wrong: a sentence about another trainer's key would lead away
+    hint = hint or peer or similar_key
+    described = "" if peer else f"Its keys: {', '.join(own)}."
+    if section in GROUPS and not peer:
         option = option_name(section, holder)
-        elsewhere = [name for name, kind in GROUPS[section].items() if path[depth] in field_names(kind)]
         if depth == len(path) - 1 and isinstance(value, str) and (meant := nearest(value, _options(section))):
             hint = f"Write {section}={meant}; in a recipe's defaults, override /{section}: {meant}."
         if elsewhere:
@@ -109,6 +116,18 @@ def unknown_key(path: Sequence[str], depth: int, value: object, holder: type, ki
         begin = "keys" if elsewhere else "Keys"  # in the middle of a sentence, or at its start
         described, of = f"{begin} of {option}: {', '.join(own) or 'none'}.", f"{section}={option}"
     return Problem(key=".".join(path), rule=f"is not a key of {of}", value=value, remedy=f"{hint} {described}".strip())
+
+
+def lists_once(problems: Iterable[Problem]) -> list[Problem]:
+    """The same problems; the keys of a section, and the sections, are listed in the first that has the list."""
+    listed: set[str] = set()
+    found = []
+    for problem in problems:
+        if (keys := _LIST.search(problem.remedy)) and keys[0] in listed:
+            problem = replace(problem, remedy=problem.remedy[: keys.start()].rstrip(" ;"))
+        listed |= {keys[0]} if keys else set()
+        found.append(problem)
+    return found
 
 
 def _options(group: str) -> list[str]:
@@ -123,7 +142,7 @@ def _nested(path: Sequence[str], value: object, kinds: Kinds) -> str:
     section, *inner = names = ".".join(path).split(".")
     if section in kinds and len(inner) == 1 and inner[0] in field_names(kinds[section]):
         return f"A dot in a file makes no section. Write {section}: {{{inner[0]}: {value}}}."
-    meant = renamed_hint(names) or did_you_mean(names, field_names(kinds.get(section, type(None))), kinds)
+    meant = peer_hint(names, value) or did_you_mean(names, field_names(kinds.get(section, type(None))), kinds)
     return f"A dot in a file makes no section. {meant}".strip()
 
 

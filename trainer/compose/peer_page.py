@@ -1,0 +1,69 @@
+"""The keys of other trainers as the end of docs/from_other_trainers.md: peers.yaml as Markdown.
+
+    python -m trainer.compose.peer_page docs/from_other_trainers.md
+
+replaces the end of the page, from the first generated heading on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from algorithms.config.rules import as_yaml, describe
+from trainer.compose.peers import as_text, is_words, peers
+from trainer.compose.port import translated
+from trainer.config.paths import MAIN_CONFIG, config_dir
+from trainer.config.train import GROUPS, TrainConfig
+from trainer.text.yaml_text import load_yaml
+
+BEGIN = "## Defaults that differ\n"
+_INTRODUCTION = """
+A script that is silent means these, with a KL in the loss and an engine of its own. `parity port` writes them out. The
+rows, and the keys below, are generated from `trainer/compose/peers.yaml`.
+
+| trainer | silent there | here it is | default here |
+|---|---|---|---|
+"""
+
+
+def generated() -> str:
+    """The end of the page, from `BEGIN` on."""
+    head = "| there | value | here |\n|---|---|---|"
+    tables = [f"\n## Keys of {peer.about}\n\n{head}\n{_rows(peer.keys)}" for peer in peers().values()]
+    return f"{BEGIN}{_INTRODUCTION}{''.join(_different())}{''.join(tables)}"
+
+
+def _different() -> Iterator[str]:
+    """Yield a row for each default of another trainer whose words say something else than Parity's own defaults."""
+    kinds = [
+        ("", TrainConfig),
+        *((f"{group}.", kind) for group in GROUPS for kind in reversed([*GROUPS[group].values()])),
+    ]
+    ours = {each.key: as_yaml(each.default) for prefix, kind in kinds for each in describe(kind, prefix=prefix)}
+    for entry in load_yaml((config_dir() / f"{MAIN_CONFIG}.yaml").read_text(encoding="utf-8"))["defaults"]:
+        ours |= entry if isinstance(entry, dict) else {}
+    for peer in peers().values():
+        for key, words in translated(peer.usual, peer)[0].items():
+            differ = [word for word in words if as_text(ours.get(word.partition("=")[0])) != word.partition("=")[2]]
+            if differ:
+                values = ", ".join(f"`{ours.get(word.partition('=')[0], 'not set')}`" for word in differ)
+                there = f"{key}={as_text(peer.value(key, peer.usual))}"
+                yield f"| {peer.about} | `{there}` | `{' '.join(differ)}` | {values} |\n"
+
+
+def _rows(keys: Mapping[str, Mapping[str, str]]) -> str:
+    lines = []
+    for key, answers in keys.items():
+        for value, text in answers.items():
+            words, _, said = text.rpartition(" | ") if is_words(text) and " | " in text else ("", "", text)
+            here = f"`{words}`; {said}" if words else f"`{said}`" if is_words(said) else said
+            cells = (f"`{key}`", "" if value == ".*" else f"`{value}`", here)
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n")
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    page.write_text(page.read_text(encoding="utf-8").partition(BEGIN)[0] + generated(), encoding="utf-8")
