@@ -65,8 +65,11 @@ def _trainer(**settings: Any) -> Any:
     return SimpleNamespace(**(common | settings), args=SimpleNamespace(**args))
 
 
-def trl_outcome(batch: Batch, *, reference: Tensor | None = None, **settings: Any) -> Outcome:
-    """TRL's loss with its gradient; `reference` [B, L] is log pi_ref, read with beta > 0."""
+def trl_outcome(
+    batch: Batch, *, reference: Tensor | None = None, ratio: Tensor | None = None, **settings: Any
+) -> Outcome:
+    """TRL's loss with its gradient; `reference` [B, L] is log pi_ref, read with beta > 0, `ratio` [B, L] or [B, 1] the
+    weight against the engine, read with use_vllm."""
     mask = batch.mask.long()
     ids = torch.zeros_like(mask)
     inputs = {
@@ -78,6 +81,7 @@ def trl_outcome(batch: Batch, *, reference: Tensor | None = None, **settings: An
         "old_per_token_logps": batch.old,
         "num_items_in_batch": mask.sum(),
         "ref_per_token_logps": reference,
+        "importance_sampling_ratio": ratio,
     }
 
     def loss_of(theta: Tensor) -> Tensor:

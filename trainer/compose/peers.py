@@ -166,7 +166,7 @@ def peer_names(trainer: str, key: str) -> list[str]:
         for name in re.sub(r"\([^)]*\)\?", "", pattern).split("|")
         if re.fullmatch(r"[\w.]+", name)
     ]
-    short = [re.sub(r"^(data|critic|rollout|optim)\.", "", name) for name in names]  # a section of Parity too
+    short = [re.sub(r"^(data|critic|rollout|optim|model)\.", "", name) for name in names]  # a section of Parity too
     return [name for name in dict.fromkeys(short) if not any(name.endswith(f".{other}") for other in short)]
 
 
