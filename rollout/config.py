@@ -63,6 +63,9 @@ class EngineConfig(Checked):
     kind: ClassVar[str] = ""
     graph_bytes: ClassVar[int] = 0
     """Memory of the host that an engine takes for each of its GPUs if it sleeps, in addition to that of a process."""
+    route_number_bytes: ClassVar[int] = 0
+    """Bytes of the host's memory in which each process of an engine keeps a number of a route, for every token that its
+    cache has room for."""
     num_engines: int = ruled(1, at_least(1))
     """Number of rollout workers, each with one engine and a full copy of the weights."""
     dtype: DType = DType.bfloat16
@@ -148,6 +151,10 @@ class EngineConfig(Checked):
     def taken_bytes(self, gpu_bytes: int) -> int | None:
         """Bytes that an engine takes of each of its GPUs, of `gpu_bytes` each; None: what weights and cache need."""
         return None
+
+    def static_bytes(self, gpu_bytes: int, *, sleeps: bool) -> int:
+        """Bytes of each of its GPUs in which an engine can have weights and cache; `sleeps`: it is there alone."""
+        return int((1 if sleeps else self.gpu_share) * gpu_bytes)
 
     @abstractmethod
     def build(self, setup: EngineSetup) -> Engine:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from algorithms.config import Problem
 from algorithms.config.home import MAY_NAME_PATHS
 from rollout.config import LOOPBACK, DType, EngineConfig, EngineUse, Quantization, SamplingConfig
-from rollout.sglang.options import MAX_REPLY_BYTES, SGLANG_REMEDY, PauseMode
+from rollout.sglang.options import MAX_REPLY_BYTES, SGLANG_REMEDY, SLEEPING_SHARE, PauseMode
 from rollout.weights.experts import FAMILIES, is_all_sparse
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ KEPT_TOKEN_BYTES = 7
 ENGINE_BYTES = 6 * 2**30
 """Memory of SGLang on a GPU besides weights and cache: graphs of up to 1,024 requests, workspaces, a prefill's
 activations, its context. Calculated, not yet measured."""
+OWN_GPU_RESERVE, OWN_GPU_RESERVE_SHARE = 10 * 2**30, 0.3
+"""What SGLang leaves free of a GPU of its own: so many bytes of one with 60 GiB and more, about this share of a small
+one (arg_groups/memory_hook.py of SGLang 0.5.23)."""
 GRAPH_BYTES = 5 * 2**29
 """Memory of the host in which SGLang keeps its decode graphs, for each of its GPUs, if it sleeps. Calculated, not yet
 measured."""
@@ -76,6 +79,7 @@ class SGLangConfig(EngineConfig):
 
     kind: ClassVar[str] = "sglang"
     graph_bytes: ClassVar[int] = GRAPH_BYTES
+    route_number_bytes: ClassVar[int] = 4
     pause_mode: PauseMode = PauseMode.retract
     """Treatment of unfinished responses while weights are replaced. Vetted: retract."""
     servers: list[str] = field(default_factory=list)
@@ -240,6 +244,11 @@ class SGLangConfig(EngineConfig):
 
     def taken_bytes(self, gpu_bytes: int) -> int | None:
         return int(self.engine_args.get("mem_fraction_static", self.gpu_share) * gpu_bytes) + ENGINE_BYTES
+
+    def static_bytes(self, gpu_bytes: int, *, sleeps: bool) -> int:
+        own = 1 - min(OWN_GPU_RESERVE / gpu_bytes, OWN_GPU_RESERVE_SHARE)
+        share = SLEEPING_SHARE if sleeps else min(self.gpu_share, own)
+        return int(self.engine_args.get("mem_fraction_static", share) * gpu_bytes)
 
     def build(self, setup: EngineSetup) -> Engine:
         from rollout.sglang.engine import SGLangEngine

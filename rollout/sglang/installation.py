@@ -19,7 +19,7 @@ from rollout.sglang.adapter_server import ACTIVE, NUM_SLOTS
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, EXACT_ATTENTION_BACKEND, EXACT_VARIABLE, PLATFORM_NAME
 from rollout.sglang.cuda_host import cuda_environment, engine_lacks
 from rollout.sglang.loader import LOADER
-from rollout.sglang.options import SGLANG_REMEDY
+from rollout.sglang.options import SGLANG_REMEDY, SLEEPING_SHARE
 from rollout.sglang.quantized import quantized_server_args
 from rollout.types import AdapterSpec
 from rollout.weights.adapter import last_part
@@ -52,10 +52,8 @@ EXACT_SERVER_ARGS: dict[str, Any] = {
 }
 """Arguments with rollout.exact=true: a graph could not read lengths on the host."""
 
-SLEEPING_SHARE = 0.80
-"""Share of a GPU for weights and cache of a server while the rank sleeps; graphs and activations take the rest."""
 RESTARTED_SHARE = 0.95
-"""The same for a server that is started anew beside a rank, and whose cache is limited in tokens."""
+"""Share of a GPU for weights and cache of a server that is started anew beside a rank, its cache limited in tokens."""
 
 
 DEFAULT_GRAPH_WIDTH = 256

@@ -27,9 +27,11 @@ TINY = ModelShape(
     vocab_size=20,
     hidden_size=10,
     attention_size=8,
+    head_size=4,
     kv_size=4,
     is_tied=False,
     idle_parameters=0,
+    num_experts=0,
     experts_per_token=0,
 )
 """Body 600, head 200, embedding 200."""
@@ -40,9 +42,11 @@ QWEN_0_5B = ModelShape(
     vocab_size=151_936,
     hidden_size=896,
     attention_size=896,
+    head_size=64,
     kv_size=256,
     is_tied=True,
     idle_parameters=0,
+    num_experts=0,
     experts_per_token=0,
 )
 QWEN_7B = ModelShape(
@@ -52,9 +56,11 @@ QWEN_7B = ModelShape(
     vocab_size=152_064,
     hidden_size=3584,
     attention_size=3584,
+    head_size=128,
     kv_size=1024,
     is_tied=False,
     idle_parameters=0,
+    num_experts=0,
     experts_per_token=0,
 )
 H200 = Rates(flops=790e12, bytes_per_s=4.3e12)

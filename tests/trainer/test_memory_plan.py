@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from described_models import write_config
 from policy_cases import lone_worker, make_config, save_policy
 
 from algorithms.config import ConfigError
-from rollout.config import DType
+from rollout.config import DType, Routing
 from rollout.engine import EngineNeeds
 from rollout.sglang.config import ENGINE_BYTES, GRAPH_BYTES, SGLangConfig
 from rollout.sglang.installation import server_args, server_environment, shared_gpu_args
@@ -315,6 +318,76 @@ def test_the_host_holds_published_weights_processes_graphs_and_a_save_in_the_bac
     assert ": MAY NOT FIT; lower " in told and "cluster.residency=never" in told and "max_tokens" not in told
     joined = replace(turns, cluster=ClusterConfig(address="auto"))
     assert f", and {size(2 * n)} more on each but the first" in memory_plan(joined, device_bytes=2**40).host_verdict
+
+
+MIXTURE = "Qwen/Qwen3-30B-A3B-Base"
+MIXTURE_PARAMETERS = 30_532_122_624
+
+
+def of_mixture(directory: Path, *, tp_size: int = 4, routing: Routing = Routing.replay) -> TrainConfig:
+    """Qwen3-30B-A3B on 8 GPUs: a rank on each, and engines over `tp_size` of them."""
+    config = spanning(engines=8 // tp_size, engine=tp_size / 2, tp_size=tp_size)
+    config.model = HFModelConfig(path=str(write_config(MIXTURE, directory)))
+    config.policy.routing = routing
+    return config
+
+
+def test_routes_are_counted_for_the_whole_cache_in_every_process_of_an_engine(tmp_path: Path) -> None:
+    device = 80 * 2**30
+    plan = memory_plan(of_mixture(tmp_path), device_bytes=device)
+    assert plan.takes_turns and plan.engine is not None and plan.engine.weights == 2 * MIXTURE_PARAMETERS
+    # 4 heads of keys and values, one on each GPU: 48 layers x 2 x 128 numbers of 2 bytes.
+    tokens = (int(0.8 * device) - 2 * MIXTURE_PARAMETERS // 4) // (48 * 2 * 128 * 2)
+    assert plan.cache_tokens == tokens
+    # 48 layers x 8 experts x 4 bytes, in each of 4 processes.
+    assert plan.engine.route_bytes == 4 * 1536 and plan.routes_bytes == tokens * 4 * 1536
+    live = memory_plan(of_mixture(tmp_path, routing=Routing.live), device_bytes=device)
+    assert plan.host_bytes is not None and live.host_bytes is not None
+    assert plan.host_bytes - live.host_bytes == 2 * plan.routes_bytes
+    told = [line for line in plan.lines() if "routes" in line]
+    assert len(told) == 1 and "6,144 bytes" in told[0] and size(plan.routes_bytes) in told[0]
+    assert not [line for line in live.lines() if "routes" in line]
+    assert memory_plan(of_mixture(tmp_path, routing=Routing.weights), device_bytes=device).routes_bytes == (
+        2 * plan.routes_bytes
+    )
+    # Of GPUs that are not known: the samples of a step at the cap. More GPUs than heads: every GPU has one head.
+    unknown = memory_plan(of_mixture(tmp_path), device_bytes=None)
+    assert unknown.engine is not None and unknown.routes_bytes == unknown.engine.tokens * 4 * 1536
+    wide = memory_plan(of_mixture(tmp_path, tp_size=8), device_bytes=device).engine
+    assert wide is not None and wide.token_bytes == plan.engine.token_bytes
+    config = of_mixture(tmp_path)
+    config.rollout = TorchEngineConfig(num_engines=8, gpus_per_engine=4.0)
+    assert memory_plan(config, device_bytes=device).routes_bytes == 0
+
+
+def test_an_engine_with_gpus_of_its_own_leaves_some_of_their_memory_free(tmp_path: Path) -> None:
+    config = of_mixture(tmp_path)
+    config.policy.gpus_per_worker, config.rollout.gpus_per_engine = 1, 4
+    for gib, left in ((80, 10.0), (24, 7.2)):
+        plan = memory_plan(config, device_bytes=gib * 2**30)
+        room = (gib - left) * 2**30 - MIXTURE_PARAMETERS // 2
+        assert plan.cache_tokens == pytest.approx(room / 24576, abs=2)
+    assert memory_plan(config, device_bytes=16 * 2**30).cache_tokens == 0
+
+
+KEEPS_ROUTES = """
+from rollout.sglang.cpu.torchvision import make_torchvision_importable
+make_torchvision_importable()
+import torch
+from sglang.srt.mem_cache.pool_host import common
+from sglang.srt.state_capturer.base import BaseTopkCapturer
+common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, *, dtype, **_: torch.empty(dims, dtype=dtype)
+kept = BaseTopkCapturer(num_tokens=1000, max_batch_size=10, num_layers=48, topk_size=8, device="cpu", name="routes")
+print(kept.host_cache.get_buffer_size_bytes())
+"""
+
+
+@pytest.mark.sglang
+def test_sglang_keeps_routes_in_as_many_bytes(tmp_path: Path) -> None:
+    child = subprocess.run([sys.executable, "-W", "ignore", "-c", KEEPS_ROUTES], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-2000:]
+    engine = memory_plan(of_mixture(tmp_path), device_bytes=None).engine
+    assert engine is not None and 4 * int(child.stdout.split()[-1]) == 1000 * engine.route_bytes
 
 
 def test_a_torch_engine_needs_weights_and_cache() -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rollout.config import DType
+from rollout.config import DType, Routing
 from rollout.data.arithmetic import MAX_OPERAND
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
-from trainer.limits.floors import GroupLengths
+from trainer.limits.floors import GroupLengths, kv_bytes_per_token
 from trainer.limits.model_shape import ModelShape, directory_shape, model_directory, model_tensors, shape_of
 
 DTYPE_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
@@ -116,6 +116,13 @@ class EngineMemory:
     weights: int
     kv_cache: int
     """KV cache of all samples of a step in the engine together, at the cap."""
+    tokens: int
+    """Tokens of these samples."""
+    token_bytes: int
+    """KV cache of one token on each GPU of the engine; a GPU has one head of keys and values at the least."""
+    route_bytes: int
+    """Bytes of the host's memory for the route of one token in the cache, in all processes of the engine; 0 without
+    routes."""
 
 
 def batch_shape(config: TrainConfig) -> BatchShape:
@@ -263,12 +270,19 @@ def _whole_parameters(shape: ModelShape) -> int:
 
 def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
     """Bytes of one rollout engine."""
-    number_bytes = DTYPE_BYTES[config.rollout.dtype]
-    samples = math.ceil(config.batch.samples_per_step / config.rollout.num_engines)
+    rollout, number_bytes = config.rollout, DTYPE_BYTES[config.rollout.dtype]
+    samples = math.ceil(config.batch.samples_per_step / rollout.num_engines)
     tokens = samples * batch_shape(config).tokens_per_sample
+    # A choice is the number of an expert, and with Routing.weights that of its factor.
+    of_choice = (
+        rollout.route_number_bytes * {Routing.live: 0, Routing.replay: 1, Routing.weights: 2}[config.policy.routing]
+    )
     return EngineMemory(
         weights=shape.num_parameters * number_bytes,
-        kv_cache=tokens * shape.num_layers * shape.kv_size * number_bytes,
+        kv_cache=tokens * kv_bytes_per_token(shape, number_bytes),
+        tokens=tokens,
+        token_bytes=shape.num_layers * max(shape.kv_size // rollout.tp_size, 2 * shape.head_size) * number_bytes,
+        route_bytes=rollout.tp_size * shape.num_layers * shape.experts_per_token * of_choice,
     )
 
 

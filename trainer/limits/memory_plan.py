@@ -75,6 +75,27 @@ class MemoryPlan:
         return taken
 
     @property
+    def cache_tokens(self) -> int | None:
+        """Tokens that the KV cache of an engine has room for, on a CPU those of its samples at the cap; None if the
+        size of the model or of the GPU is unknown."""
+        engine, rollout = self.engine, self.config.rollout
+        if engine is None or not rollout.gpus_per_engine:
+            return None if engine is None else engine.tokens
+        if self.device_bytes is None:
+            return None
+        room = min(int(USABLE * self.device_bytes), rollout.static_bytes(self.device_bytes, sleeps=self.takes_turns))
+        return max(0, room - engine.weights // rollout.tp_size) // engine.token_bytes
+
+    @property
+    def routes_bytes(self) -> int:
+        """Bytes of the host's memory in which an engine keeps routes: it takes them at its start, for the whole cache.
+        Those of the samples at the cap if the cache is unknown."""
+        if self.engine is None:
+            return 0
+        tokens = self.engine.tokens if self.cache_tokens is None else self.cache_tokens
+        return tokens * self.engine.route_bytes
+
+    @property
     def fits_together(self) -> bool | None:
         """True if rank and engine fit on one GPU at the same time; None if that is unknown."""
         if self.rank is None or self.engine_bytes is None or self.device_bytes is None:
@@ -92,7 +113,8 @@ class MemoryPlan:
         if rollout.gpus_per_engine:
             graphs = rollout.graph_bytes if self.takes_turns else 0
             of_engine = rollout.tp_size * (GPU_PROCESS_BYTES + graphs)
-        return self.ranks_host_bytes + rollout.num_engines * (of_engine + PROCESS_BYTES) + self.engine.weights
+        of_engine += PROCESS_BYTES + self.routes_bytes
+        return self.ranks_host_bytes + rollout.num_engines * of_engine + self.engine.weights
 
     @property
     def ranks_host_bytes(self) -> int | None:
@@ -200,6 +222,11 @@ class MemoryPlan:
             f"each of {counted(self.config.rollout.num_engines, 'engine')}: weights {size(engine.weights)} "
             f"+ KV cache {size(engine.kv_cache)} if all its samples were at the cap at once"
         )
+        if engine.route_bytes:
+            yield (
+                f"each engine keeps routes in the host's memory: {size(self.routes_bytes)}, {engine.route_bytes:,} "
+                "bytes for each token that its cache has room for"
+            )
         yield self.host_verdict
         yield self.verdict
 

@@ -50,14 +50,17 @@ class ModelShape:
     hidden_size: int
     attention_size: int
     """Query heads x head size."""
+    head_size: int
     kv_size: int
     """Numbers that one token adds to the KV cache of one layer: keys and values of all KV heads."""
     is_tied: bool
     """True if the embedding is also the head."""
     idle_parameters: int
     """Number of parameters that a token does not meet: those of the experts that are not chosen for it."""
+    num_experts: int
+    """Number of experts of a layer; 0 for a dense model."""
     experts_per_token: int
-    """Number of experts of a layer that are chosen for a token; 0 for a dense model."""
+    """Number of them that are chosen for a token; 0 for a dense model."""
 
     @property
     def root_parameters(self) -> int:
@@ -220,7 +223,7 @@ def shape_of(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
         layer = layer_of(name)
         if layer is not None:
             layers[layer] = layers.get(layer, 0) + size
-    attention, kv, _ = _attention_sizes(text)
+    attention, kv, head = _attention_sizes(text)
     of_experts = sum(size for name, size in sizes.items() if EXPERT_NAME in name)
     experts = mixture_of(text) if of_experts else None
     return ModelShape(
@@ -230,9 +233,11 @@ def shape_of(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
         vocab_size=text["vocab_size"],
         hidden_size=text["hidden_size"],
         attention_size=attention,
+        head_size=head,
         kv_size=2 * kv,
         is_tied=is_tied,
         idle_parameters=0 if experts is None else of_experts * (experts.number - experts.per_token) // experts.number,
+        num_experts=0 if experts is None else experts.number,
         experts_per_token=0 if experts is None else experts.per_token,
     )
 
