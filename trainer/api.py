@@ -306,7 +306,7 @@ def _words(overrides: Overrides) -> list[str]:
 def _parsed(words: Sequence[str], *, command: str = "train") -> tuple[RecipeArguments, list[Problem]]:
     """The arguments of one run, and the problems of flags: unknown ones, and those that start no run or several."""
     arguments, problems = parse_recipe(words, command=command)
-    if arguments.dry_run or arguments.multirun or arguments.shows_config:
+    if arguments.dry_run or arguments.elsewhere or arguments.multirun or arguments.shows_config:
         rule, remedy = "must be those of one run", "load_config shows a config; call train once for each run."
         problems.append(Problem(key="flags", rule=rule, value=" ".join(words), remedy=remedy))
     return arguments, problems

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from algorithms.config import ConfigError, Problem
 from algorithms.config.home import from_home
-from trainer.cli.parsers import BEST, DRY_RUN, PARSERS
+from trainer.cli.parsers import BEST, DRY_RUN, ON, PARSERS
 from trainer.compose.keys import nearest
 from trainer.compose.overrides import long_form
+from trainer.limits.gpus import Gpus, gpus_named
 
 CFG = "--cfg"
 SHOWING = ("--resolve", "--package")
@@ -27,6 +28,8 @@ class RecipeArguments:
     own_dir: Path | None
     """Directory given by --config-dir, if the directory exists."""
     dry_run: bool
+    elsewhere: Gpus | None
+    """GPUs for which the plan is to be printed, and no run started."""
     multirun: bool
     best: bool
     shows_config: bool
@@ -49,7 +52,7 @@ def parse_recipe(words: Sequence[str], *, command: str = "train") -> tuple[Recip
         problems.append(Problem(key="--config-dir", rule="must be an existing directory", value=str(own_dir)))
         own_dir = None
     given = {f"--{name.replace('_', '-')}": value for name, value in vars(parsed).items() if value}
-    runs = [flag for flag in (DRY_RUN, "--multirun") if flag in given][:1]
+    runs = [flag for flag in (DRY_RUN, ON, "--multirun") if flag in given][:1]
     if CFG in given and runs:
         problems.append(
             Problem(key="flags", rule="cannot be combined", value=f"{CFG} {runs[0]}", remedy="Use one of them.")
@@ -58,12 +61,17 @@ def parse_recipe(words: Sequence[str], *, command: str = "train") -> tuple[Recip
         if flag in given and CFG not in given:
             rule = f"has no effect without {CFG}"
             problems.append(Problem(key=flag, rule=rule, value=flag, remedy=f"Add {CFG} job."))
+    elsewhere = gpus_named(given[ON], flag=ON) if ON in given else None
+    if isinstance(elsewhere, Problem):
+        problems.append(elsewhere)
+        elsewhere = None
     recipe, *overrides = parsed.words or [""]
     arguments = RecipeArguments(
         recipe=recipe,
         overrides=long_form(overrides),
         own_dir=own_dir,
         dry_run=DRY_RUN in given,
+        elsewhere=elsewhere,
         multirun="--multirun" in given,
         best=BEST in given,
         shows_config=CFG in given,

@@ -18,6 +18,7 @@ from trainer.config.train import GROUPS, PRESETS, TrainConfig
 BEST = "--best"
 ADAPTER = "--adapter"
 DRY_RUN = "--dry-run"
+ON = "--on"
 HELP_FLAGS = ("-h", "--help")
 COMPLETION = "-sc"
 
@@ -103,6 +104,7 @@ def _flag(*names: str, **how: Any) -> ArgumentParser:
 
 
 _DRY_RUN = _flag(DRY_RUN, action="store_true", help="check everything, print the plan, start nothing")
+_ON = _flag(ON, metavar="GPUS", help="print the plan for GPUs elsewhere, for example 8xH100-80GB; start nothing")
 _MULTIRUN = _flag("-m", "--multirun", action="store_true", help="one run per combination of the values")
 _CONFIG_DIR = _flag("-cd", "--config-dir", metavar="DIR", help="a directory with your own recipes and group options")
 _BEST = _flag(BEST, action="store_true", help="of a run: the checkpoint that checkpoint.best_metric kept")
@@ -133,7 +135,7 @@ parity train <recipe> [flags] [group=option ...] [key=value ...]
 
   Files go to run.dir (outputs/<recipe>/<time>), the runs of a sweep to hydra.sweep.dir. The last line printed by a
   run is the path of its report; a sweep ends with a table and the path of one page of all its runs.
-""", _DRY_RUN, _MULTIRUN, *_SHOWING, _CONFIG_DIR),
+""", _DRY_RUN, _ON, _MULTIRUN, *_SHOWING, _CONFIG_DIR),
     CommandParser("""\
 parity resume <run.dir> [flags] [group=option ...] [key=value ...]
 

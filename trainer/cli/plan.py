@@ -6,23 +6,23 @@ The plan depends on the configuration and this machine only: no torch, no Ray, n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from algorithms.config.rules import as_yaml
 from algorithms.objective import objective, reference_term
-from rollout.config import Quantization, Routing
+from rollout.config import Quantization
 from rollout.processes.custom_class import own_choices
 from trainer.cli.job import resume_command
 from trainer.cli.tables import labelled
 from trainer.compose.compose import Resolution
 from trainer.config.guard import MismatchGuardConfig, WatchConfig
-from trainer.config.outputs import DUMP_BYTES_PER_TOKEN, SCORE_BYTES_PER_TOKEN
 from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
-from trainer.limits.estimate import batch_shape, model_shape
+from trainer.limits.elsewhere import elsewhere_lines
+from trainer.limits.estimate import batch_shape, dump_bytes, model_shape
+from trainer.limits.gpus import Gpus
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.limits.model_shape import UnknownShapeError
@@ -32,12 +32,12 @@ from trainer.text.plain import counted, size
 from trainer.tracking.wandb_run import default_name, wandb_run
 
 
-def render_plans(resolution: Resolution, *, data: Sequence[str]) -> str:
+def render_plans(resolution: Resolution, *, data: Sequence[str], gpus: Gpus | None = None) -> str:
     """The plans of all runs of a resolution without problems, as text that ends in a line break.
 
-    `data`: lines about the rows that were read.
+    `data`: lines about the rows that were read. `gpus`: those of the runs, if they are elsewhere.
     """
-    machine = this_machine()
+    machine = gpus or this_machine()
     plans = []
     for index, run in enumerate(resolution.runs):
         assert run.config is not None
@@ -48,12 +48,12 @@ def render_plans(resolution: Resolution, *, data: Sequence[str]) -> str:
     return "\n".join(plans) if resolution.multirun else "".join(plans)
 
 
-def render_plan(config: TrainConfig, *, machine: Machine, output_dir: Path) -> str:
+def render_plan(config: TrainConfig, *, machine: Machine | Gpus, output_dir: Path) -> str:
     """The plan as text, one labelled line per fact."""
     return labelled(_facts(config, machine, output_dir))
 
 
-def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[tuple[str, str]]:
+def _facts(config: TrainConfig, machine: Machine | Gpus, output_dir: Path) -> Iterator[tuple[str, str]]:
     yield "recipe", f"{config.run.recipe}, seed {config.run.seed}"
     if config.run.resume is not Resume.never:
         yield "resume", _resume(config, output_dir)
@@ -71,8 +71,13 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     if config.has_critic:
         yield "critic", _critic(config)
     yield "forwards", forwards(config)
-    for line in memory_plan(config, device_bytes=gpu_bytes()).lines():
+    gpus = machine if isinstance(machine, Gpus) else None
+    memory = memory_plan(config, device_bytes=gpus.memory if gpus else gpu_bytes())
+    memory = replace(memory, is_here=gpus is None)
+    for line in memory.lines():
         yield "memory", line
+    if gpus is not None:
+        yield from elsewhere_lines(config, memory, gpus)
     yield "schedule", _schedule(config)
     yield "engines", _engines(config)
     for line in _placement(config, machine):
@@ -177,16 +182,9 @@ def _checkpoints(config: TrainConfig) -> str:
 
 def _dumps(config: TrainConfig) -> str:
     """Frequency of dumps, and the largest size of a dump on disk."""
-    per_token = DUMP_BYTES_PER_TOKEN + (config.batch.passes - 1) * SCORE_BYTES_PER_TOKEN
-    with_weights = config.policy.routing is Routing.weights
-    if config.policy.routing is not Routing.live:
-        with suppress(UnknownShapeError):
-            shape = model_shape(config)
-            per_token += shape.num_layers * shape.experts_per_token * (3 if with_weights else 1)
-    at_most = size(batch_shape(config).tokens_per_step * per_token)
     return (
         f"every {counted(config.dump.every, 'step')} for parity replay, the newest {config.dump.keep} stay; "
-        f"at most about {at_most} each"
+        f"at most about {size(dump_bytes(config))} each"
     )
 
 
@@ -231,10 +229,9 @@ def _batch(config: TrainConfig) -> Iterator[str]:
     )
 
 
-def _placement(config: TrainConfig, machine: Machine) -> Iterator[str]:
+def _placement(config: TrainConfig, machine: Machine | Gpus) -> Iterator[str]:
     policy, rollout = config.policy, config.rollout
     cpus = CPUS_PER_WORKER * (policy.num_workers + rollout.num_engines * rollout.tp_size)
-    gpus = policy.num_workers * policy.gpus_per_worker + rollout.num_engines * rollout.gpus_per_engine
     of_engine = f"{rollout.gpus_per_engine:g} GPU each"
     if config.shares_gpus and rollout.tp_size > 1:
         of_engine = f"{rollout.gpu_share:g} of each of {rollout.tp_size} GPU"
@@ -242,11 +239,15 @@ def _placement(config: TrainConfig, machine: Machine) -> Iterator[str]:
         f"{counted(policy.num_workers, 'FSDP rank')} ({policy.gpus_per_worker:g} GPU each), "
         f"{counted(rollout.num_engines, f'{rollout.kind} engine')} ({of_engine})"
     )
-    needs = f"needs {cpus:g} CPU and {gpus:g} GPU"
+    needs = f"needs {cpus:g} CPU and {config.num_gpus:g} GPU"
+    if isinstance(machine, Gpus):
+        verdict = "it fits" if config.num_gpus <= machine.number else "IT DOES NOT FIT"
+        yield f"{needs}; {machine.number} x {machine.name} of {size(machine.memory)} are elsewhere: {verdict}"
+        return
     if config.cluster.address is not None:
         yield f"{needs} of the Ray cluster at {config.cluster.address}, which is not asked now"
         return
-    fits = cpus <= machine.cpus and gpus <= machine.gpus
+    fits = cpus <= machine.cpus and config.num_gpus <= machine.gpus
     verdict = "it fits" if fits else "IT DOES NOT FIT"
     yield f"{needs}; this machine has {machine.cpus} CPU, {machine.gpus} GPU, {size(machine.memory)}: {verdict}"
 

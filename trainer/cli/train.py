@@ -22,7 +22,10 @@ from trainer.compose.catalog import find_recipe, recipe_files
 from trainer.compose.compose import resolve, tree_text
 from trainer.compose.outcome import DONE, refuse, report
 from trainer.config.paths import recipe_dir
+from trainer.config.training import HFModelConfig
+from trainer.limits.gpus import Gpus
 from trainer.rundir.run_dir import CONFIG_FILE
+from trainer.start.task_check import missing_model_problems
 from trainer.text.plain import to_stderr, to_stdout
 
 
@@ -68,6 +71,8 @@ def _checked_train(
     """
     if arguments.shows_config:
         return _show(recipe, arguments, problems, command=command)
+    if arguments.elsewhere is not None:
+        return _plan_elsewhere(recipe, arguments, problems, arguments.elsewhere, command=command)
     resolution, found = resolve_start(recipe, arguments, shown_as=shown_as)
     if resolution.multirun and not problems and not found:
         place_in_wandb(resolution)
@@ -81,6 +86,22 @@ def _checked_train(
         # Last: what is wrong must not scroll away.
         return report(refused, command=command) if refused else DONE
     return report([*problems, *found], command=command) if problems or found else launch(resolution, command=command)
+
+
+def _plan_elsewhere(
+    recipe: Path, arguments: RecipeArguments, problems: list[Problem], gpus: Gpus, *, command: str
+) -> int:
+    """Print the plan for GPUs that are elsewhere: of model and data nothing is read but the sizes in config.json."""
+    resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
+    problems += resolution.problems
+    configs = [run.config for run in resolution.runs if run.config is not None]
+    models = {str(config.model): config.model for config in configs}.values()
+    of_hub = [each for each in models if isinstance(each, HFModelConfig) and not Path(each.path).is_dir()]
+    problems += missing_model_problems(of_hub)  # it fetches config.json
+    if problems:
+        return report(problems, command=command)
+    to_stdout(render_plans(resolution, data=[], gpus=gpus))
+    return DONE
 
 
 def _show(recipe: Path, arguments: RecipeArguments, problems: list[Problem], *, command: str) -> int:

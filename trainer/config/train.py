@@ -199,6 +199,12 @@ class TrainConfig(Checked):
         return 0 < self.policy.gpus_per_worker < 1 and 0 < self.rollout.gpu_share < 1
 
     @property
+    def num_gpus(self) -> float:
+        """GPUs of ranks and engines together."""
+        policy, rollout = self.policy, self.rollout
+        return policy.num_workers * policy.gpus_per_worker + rollout.num_engines * rollout.gpus_per_engine
+
+    @property
     def forwards_per_token(self) -> int:
         """Cost of training in forward equivalents: a pass 3 (forward 1, backward 2), separate pi_old 1, reference 1.
 

@@ -7,15 +7,24 @@ length.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rollout.config import DType, Routing
 from rollout.data.arithmetic import MAX_OPERAND
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
+from trainer.config.outputs import DUMP_BYTES_PER_TOKEN, SCORE_BYTES_PER_TOKEN
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
 from trainer.limits.floors import GroupLengths, kv_bytes_per_token
-from trainer.limits.model_shape import ModelShape, directory_shape, model_directory, model_tensors, shape_of
+from trainer.limits.model_shape import (
+    ModelShape,
+    UnknownShapeError,
+    directory_shape,
+    model_directory,
+    model_tensors,
+    shape_of,
+)
 
 DTYPE_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 MASTER_BYTES = 4
@@ -140,6 +149,16 @@ def batch_shape(config: TrainConfig) -> BatchShape:
         samples_per_optimizer_step=per_optimizer_step,
         microbatches=math.ceil(per_rank / per_microbatch),
     )
+
+
+def dump_bytes(config: TrainConfig) -> int:
+    """Bytes of the dump of a step on the disk, at the cap; without routes if the model's size is unknown."""
+    per_token, routing = DUMP_BYTES_PER_TOKEN + (config.batch.passes - 1) * SCORE_BYTES_PER_TOKEN, config.policy.routing
+    if routing is not Routing.live:
+        with suppress(UnknownShapeError):
+            shape = model_shape(config)
+            per_token += shape.num_layers * shape.experts_per_token * (3 if routing is Routing.weights else 1)
+    return batch_shape(config).tokens_per_step * per_token
 
 
 def rank_memory(
@@ -274,15 +293,13 @@ def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
     samples = math.ceil(config.batch.samples_per_step / rollout.num_engines)
     tokens = samples * batch_shape(config).tokens_per_sample
     # A choice is the number of an expert, and with Routing.weights that of its factor.
-    of_choice = (
-        rollout.route_number_bytes * {Routing.live: 0, Routing.replay: 1, Routing.weights: 2}[config.policy.routing]
-    )
+    numbers = {Routing.live: 0, Routing.replay: 1, Routing.weights: 2}[config.policy.routing]
     return EngineMemory(
         weights=shape.num_parameters * number_bytes,
         kv_cache=tokens * kv_bytes_per_token(shape, number_bytes),
         tokens=tokens,
         token_bytes=shape.num_layers * max(shape.kv_size // rollout.tp_size, 2 * shape.head_size) * number_bytes,
-        route_bytes=rollout.tp_size * shape.num_layers * shape.experts_per_token * of_choice,
+        route_bytes=rollout.tp_size * shape.num_layers * shape.experts_per_token * numbers * rollout.route_number_bytes,
     )
 
 

@@ -124,12 +124,21 @@ def kv_bytes_per_token(shape: ModelShape, number_bytes: int) -> int:
 
 
 def replay_decode(
-    shape: ModelShape, lengths: Sequence[Lengths], rates: Rates, *, number_bytes: int, slots: int | None
+    shape: ModelShape,
+    lengths: Sequence[Lengths],
+    rates: Rates,
+    *,
+    number_bytes: int,
+    slots: int | None,
+    is_mixed: bool = False,
 ) -> IdealDecode:
     """Serve sequences of these lengths, in this order, each in the first free slot; slots=None serves all at once.
 
     The first token of a response comes from the prefill. Each further token is a decode step of all running sequences:
     max((M * b + kv * sum of contexts) / bandwidth, (2 * M * B + 4 * L * A * sum of contexts) / rate) for B sequences.
+
+    A step of a mixture reads the experts of one token at the least; if it `is_mixed`, those that B tokens meet in the
+    mean, whose experts do not depend on each other.
     """
     steps = [max(0, each.response - 1) for each in lengths]
     starts = _start_steps(steps, slots)
@@ -147,7 +156,11 @@ def replay_decode(
     busy = running.cumsum()[:-1]
     contexts = offset.cumsum()[:-1] + np.arange(num_steps) * busy
     weights = shape.matrix_parameters
-    moved = weights * number_bytes + kv_bytes_per_token(shape, number_bytes) * contexts
+    read = np.full(num_steps, float(weights))
+    if is_mixed and shape.num_experts:
+        missed = 1 - shape.experts_per_token / shape.num_experts  # by one token; B miss it with missed^B
+        read += shape.idle_parameters * (1 - missed ** np.maximum(0, busy - 1))
+    moved = read * number_bytes + kv_bytes_per_token(shape, number_bytes) * contexts
     flops = 2.0 * weights * busy + 4.0 * shape.num_layers * shape.attention_size * contexts
     seconds = np.maximum(moved / rates.bytes_per_s, flops / rates.flops)
     width = min(slots or len(lengths), len(lengths))

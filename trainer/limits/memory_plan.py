@@ -65,6 +65,8 @@ class MemoryPlan:
     """Reason why the sizes are unknown; "" if they are known."""
     device_bytes: int | None
     """Memory of one GPU in bytes; None without a GPU, or if its size is unknown."""
+    is_here: bool = True
+    """False of GPUs that are elsewhere."""
 
     @property
     def engine_bytes(self) -> int | None:
@@ -149,9 +151,9 @@ class MemoryPlan:
         if self.host_bytes is None:
             return f"the memory that the run needs is unknown: {self.unknown}"
         needs = f"ranks and engines need up to {size(self.host_bytes)} of the host's memory"
-        if self.config.cluster.address is not None:
+        if self.config.cluster.address is not None or not self.is_here:
             published = size(self.engine.weights if self.engine else 0)
-            return f"{needs}, on the machines of the cluster together, and {published} more on each but the first"
+            return f"{needs}, on its machines together, and {published} more on each but the first"
         memory = usable_memory()
         fits = f"MAY NOT FIT; lower {self._host_keys}" if self.host_bytes > memory else "it fits"
         return f"{needs}; this machine has {size(memory)}: {fits}"

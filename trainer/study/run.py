@@ -6,6 +6,7 @@ run finishes and saves its step; a run that does not end within a deadline is ki
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -241,9 +242,7 @@ def last_words(log: Path) -> str:
 
 def _gpus(cell: Cell) -> int:
     """Number of whole GPUs of this machine that a run needs."""
-    policy, rollout = cell.config.policy, cell.config.rollout
-    together = policy.num_workers * policy.gpus_per_worker + rollout.num_engines * rollout.gpus_per_engine
-    return int(-(-together // 1))
+    return math.ceil(cell.config.num_gpus)
 
 
 def _devices(cell: Cell, slot: int) -> dict[str, str]:

@@ -1,0 +1,155 @@
+"""TrainConfig and GPUs that are elsewhere -> seconds of a step by phase, responses at a time, bytes on the disk.
+
+Calculated: the work that `trainer/limits/floors.py` counts, at a share of the speeds of `trainer/limits/gpus.py`. The
+shares are guesses with a range. None was measured with Parity on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from trainer.config.train import TrainConfig
+from trainer.config.training import Offload
+from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
+from trainer.limits.estimate import DTYPE_BYTES, batch_shape, critic_shape, dump_bytes, model_shape
+from trainer.limits.floors import (
+    GroupLengths,
+    Lengths,
+    Rates,
+    prefill_floor,
+    replay_decode,
+    sequence_flops,
+    training_flops,
+)
+from trainer.limits.gpus import Gpus
+from trainer.limits.memory_plan import MemoryPlan
+from trainer.text.plain import counted, duration, size
+
+GPUS_PER_MACHINE = 8
+GOLDEN = (math.sqrt(5) - 1) / 2
+STATE_BYTES = 12
+"""Bytes per trained parameter in a checkpoint: float32 weight and two moments."""
+MEANS = (1 / 4, 1 / 2, 1)
+"""Mean of the responses, in lengths of the longest: nobody knows it before the run."""
+
+
+class Speeds(NamedTuple):
+    """What software reaches of a GPU. Guesses."""
+
+    flops: float
+    """Share of the FLOPs, in training, log-probs and prefills. Published for training with FSDP: 0.15 to 0.45."""
+    memory: float
+    """Share of the memory's bandwidth in decode steps. Published for SGLang: 0.6 to 0.75."""
+    link: float
+    """Share of the links between the GPUs of a machine."""
+    network: float
+    """Bytes per second and GPU between machines; a card of 400 Gbit/s has 50e9."""
+    host: float
+    """Bytes per second between a GPU and its host."""
+
+
+FAST, SLOW = Speeds(0.45, 0.75, 0.8, 40e9, 40e9), Speeds(0.2, 0.45, 0.4, 15e9, 10e9)
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of the phases of a step, and of all of it."""
+
+    rollout: float
+    log_probs: float
+    training: float
+    sync: float
+    """Weights to the engines; both sides to sleep and awake if they take turns."""
+    step: float
+
+
+def spread(count: int, *, mean: float, longest: int) -> list[int]:
+    """Lengths of `count` responses, mixed: the longest x u ^ (longest / mean - 1) for u spread evenly over 0 to 1."""
+    power = longest / mean - 1
+    return [max(1, round(longest * ((index + 0.5) * GOLDEN % 1) ** power)) for index in range(count)]
+
+
+def at_a_time(config: TrainConfig, plan: MemoryPlan, mean: float) -> tuple[int, int]:
+    """(Responses of `mean` tokens for which the cache of an engine has room, those of them that it gets)."""
+    prompt = batch_shape(config).prompt_tokens / config.batch.group_size  # a group's prompt is there once
+    room = int((plan.cache_tokens or 0) / (prompt + mean))
+    samples = math.ceil(config.batch.samples_per_step / config.rollout.num_engines)
+    return room, min(room, samples, config.rollout.max_running or samples)
+
+
+def step_seconds(config: TrainConfig, plan: MemoryPlan, gpus: Gpus, mean: float, by: Speeds) -> StepSeconds:
+    """Seconds of a step with responses of `mean` tokens at the speeds `by`; prompts are at their cap.
+
+    The sizes of the model are known: `plan` has a rank.
+    """
+    shape, rollout, policy, batch = model_shape(config), config.rollout, config.policy, config.batch
+    prompt, longest, ranks = batch_shape(config).prompt_tokens, config.sampling.max_new_tokens, policy.num_workers
+    samples = math.ceil(batch.samples_per_step / rollout.num_engines)
+    flops, bytes_per_s = gpus.flops * by.flops, gpus.bytes_per_s * by.memory
+    rates = Rates(flops=flops * rollout.tp_size, bytes_per_s=bytes_per_s * rollout.tp_size)
+    lengths = [Lengths(prompt, tokens) for tokens in spread(samples, mean=mean, longest=longest)]
+    number_bytes, slots = DTYPE_BYTES[rollout.dtype], at_a_time(config, plan, mean)[1]
+    decode = replay_decode(shape, lengths, rates, number_bytes=number_bytes, slots=slots, is_mixed=True).seconds
+    sampling = decode + prefill_floor(shape, [prompt] * math.ceil(samples / batch.group_size), rates)
+
+    responses = spread(batch.samples_per_step, mean=mean, longest=longest)
+    rests = [responses[start : start + batch.group_size] for start in range(0, len(responses), batch.group_size)]
+    groups = [GroupLengths(prompt, tuple(each), sum(each)) for each in rests]
+    tokens = sum(group.num_tokens for group in groups) / ranks / batch.mini_batches
+    microbatches = batch.mini_batches * math.ceil(tokens / batch.max_tokens_per_microbatch)
+    others, link = (ranks - 1) / ranks * shape.num_parameters, gpus.link * by.link
+    between = link if ranks <= GPUS_PER_MACHINE else min(link, by.network)
+    gather = others * DTYPE_BYTES[policy.dtype] / between
+    adapter = adapter_parameters(linear_shapes(config), policy.lora) if policy.lora.rank else 0
+    reduce = 0 if adapter else others * 4 / between
+    forward = sequence_flops(shape, groups) / (ranks * flops)
+    again = forward / policy.activation_checkpoint_every if policy.activation_checkpoint_every else 0
+    both = training_flops(shape, groups, adapter=adapter) / (ranks * flops) + again
+    models = config.needs_old_logprobs_pass + config.has_reference + config.has_critic
+    log_probs = models * max(forward, microbatches * gather)
+    states = plan.rank.optimizer if plan.rank and policy.offload is Offload.optimizer else 0
+    training = (1 + config.has_critic) * batch.passes * max(both, microbatches * (2 * gather + reduce))
+    training += 2 * batch.optimizer_steps_per_rollout * states / by.host
+    published, asleep = shape.num_parameters * number_bytes, plan.rank.moved if plan.rank and plan.takes_turns else 0
+    sync = max(others * number_bytes / link, published / by.host) + (published + 2 * asleep) / by.host
+    whole = sampling + log_probs + training
+    if config.schedule.kind != "sync":  # engines sample while the policy trains
+        whole = max(sampling, log_probs + training)
+    return StepSeconds(sampling, log_probs, training, sync, whole + sync)
+
+
+def _range(fast: float, slow: float) -> str:
+    return f"{fast:.2g} to {slow:.2g} s" if slow < 90 else f"{duration(fast)} to {duration(slow)}"
+
+
+def elsewhere_lines(config: TrainConfig, plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[str, str]]:
+    """(label, text) of the facts about a run on `gpus`; none of a model whose size is unknown."""
+    if plan.engine is None or not (config.policy.gpus_per_worker and config.rollout.gpus_per_engine):
+        return
+    num_steps, longest = config.run.num_steps, config.sampling.max_new_tokens
+    yield "cache", f"each engine has room for {plan.cache_tokens or 0:,} tokens ({size(plan.engine.token_bytes)} each)"
+    said = {part * longest: f"responses of {part * longest:,.0f} tokens in the mean" for part in MEANS}
+    for mean, responses in said.items():
+        room, running = at_a_time(config, plan, mean)
+        yield "cache", f"{responses}: room for {room:,}, of which an engine gets {running:,} at a time"
+    for mean, responses in said.items():
+        if not at_a_time(config, plan, mean)[1]:
+            continue
+        fast, slow = (step_seconds(config, plan, gpus, mean, by) for by in (FAST, SLOW))
+        phases = [f"{name} {_range(low, high)}" for name, low, high in zip(fast._fields, fast, slow, strict=True)]
+        whole = f"{counted(num_steps, 'step')} {_range(num_steps * fast.step, num_steps * slow.step)}"
+        yield "time", f"{responses}: {', '.join(phases)}; {whole}"
+    yield (
+        "assumed",
+        f"{SLOW.flops:g} to {FAST.flops:g} of {gpus.flops / 1e12:,.0f} TFLOP/s; {SLOW.memory:g} to {FAST.memory:g} of "
+        f"{gpus.bytes_per_s / 1e9:,.0f} GB/s in decode steps; {SLOW.link:g} to {FAST.link:g} of "
+        f"{gpus.link / 1e9:g} GB/s between GPUs; {SLOW.network / 1e9:g} to {FAST.network / 1e9:g} between machines, "
+        f"{SLOW.host / 1e9:g} to {FAST.host / 1e9:g} to the host; the mean is a guess too. Nothing of it was measured",
+    )
+    dumps = config.dump.keep * dump_bytes(config) if config.dump.every else 0
+    critic, lora = critic_shape(config), config.policy.lora
+    trained = adapter_parameters(linear_shapes(config), lora) if lora.rank else model_shape(config).num_parameters
+    each = STATE_BYTES * (trained + (critic.num_parameters if critic else 0))
+    most = config.checkpoint.keep + (config.checkpoint.best_metric is not None) + 1 if config.checkpoint.every else 0
+    yield "disk", f"run.dir grows to {size(most * each + dumps)}, with {most} checkpoints of {size(each)}"
