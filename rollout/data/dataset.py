@@ -20,7 +20,7 @@ from algorithms.config import Problem
 from rollout.data.arithmetic import ArithmeticProblem, arithmetic_problems
 from rollout.data.chat_template import DAY, ChatTemplate
 from rollout.data.data_files import BadRow, DataError, on_hub, plain
-from rollout.data.file_prompts import UNJUDGED, Judgement, SourceReport, file_prompts, source_rows
+from rollout.data.file_prompts import UNJUDGED, Judgement, SourceReport, file_prompts, plain_prompt, source_rows
 from rollout.data.special_tokens import prompt_ids
 from rollout.data.turn_ends import no_beginning_note, turn_end
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, OnBadRow
@@ -133,24 +133,25 @@ def _file_dataset(
     )
 
 
-def first_row(config: DataConfig, eval_sets: Mapping[str, str], judgement: Judgement) -> Prompt | None:
-    """Read up to CHECKED_ROWS rows of every source on this disk -> the first training prompt, not tokenized.
+def first_row(config: DataConfig, eval_sets: Mapping[str, str], judgement: Judgement) -> tuple[Prompt, bool] | None:
+    """Read up to CHECKED_ROWS rows of every source on this disk -> (the first training prompt, not tokenized; True if
+    the chat template is to write it).
 
     None if the training rows are not on this disk. Raises DataError like `load_dataset`, for what can be seen without a
     tokenizer.
     """
     if not isinstance(config, FileDataConfig):
         problem = arithmetic_problems().train[0]
-        return Prompt(prompt_id=0, token_ids=[], text=problem.prompt, answer=problem.answer)
+        return Prompt(prompt_id=0, token_ids=[], text=problem.prompt, answer=problem.answer), False
     sources = _sources(config, eval_sets)
     local = {key: source for key, source in sources.items() if not on_hub(config, [source])}
     found = _read(local, config, lambda source: source_rows(source, config, judgement, most=CHECKED_ROWS))
     rows, _ = found.get(TRAIN_KEY, ([], None))
     if not rows:
         return None
-    prompt = rows[0].prompt
-    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-    return Prompt(prompt_id=0, token_ids=[], text=text, answer=rows[0].answer, row=plain(rows[0].others))
+    [row, *_], is_templated = rows, config.chat_template or not isinstance(rows[0].prompt, str)
+    text = plain_prompt(row.prompt, config)
+    return Prompt(prompt_id=0, token_ids=[], text=text, answer=row.answer, row=plain(row.others)), is_templated
 
 
 def _sources(config: FileDataConfig, eval_sets: Mapping[str, str]) -> dict[str, str]:

@@ -323,7 +323,7 @@ def _templated(
     for row in rows:
         if isinstance(row.prompt, str):
             report.has_text = True
-            row.text = f"{row.prompt} {config.instruction}" if config.instruction else row.prompt
+            row.text = plain_prompt(row.prompt, config)
             row.templated = config.chat_template
         else:
             report.has_messages = row.templated = True
@@ -347,6 +347,13 @@ def _templated(
                 continue
         done.append(row)
     return done
+
+
+def plain_prompt(prompt: str | Messages, config: FileDataConfig) -> str:
+    """The text of a prompt before the chat template writes it."""
+    if isinstance(prompt, str):
+        return f"{prompt} {config.instruction}" if config.instruction else prompt
+    return "\n".join(message["content"] for message in prompt)
 
 
 def _tokenized(

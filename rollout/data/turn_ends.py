@@ -56,7 +56,10 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str | int]) -> 
     """The id of each member of `stop`. Raises DataError for all that are none."""
     problems = []
     for each in stop:
-        ids = [each] if isinstance(each, int) else tokenizer(each, add_special_tokens=False)["input_ids"]
+        try:
+            ids = [each] if isinstance(each, int) else tokenizer(each, add_special_tokens=False)["input_ids"]
+        except Exception:  # of tokenizers: a vocabulary of whole words has no tokens for other text
+            ids = []
         if len(ids) == 1 and 0 <= ids[0] < len(tokenizer):
             yield ids[0]
             continue

@@ -63,6 +63,8 @@ class RewardRule:
     """True if a reference must be the answer alone: the rule compares the whole of it."""
     with_thoughts: bool = False
     """True if the answer is the whole response, thoughts included."""
+    marks: tuple[str, ...] = ()
+    """Texts of which a prompt that asks for the required form has one; () for a rule that reads answers in any form."""
 
     @property
     def parses(self) -> bool:
@@ -195,7 +197,14 @@ RULES: dict[str, RewardRule] = {
             answer_key=str.strip,
             with_thoughts=True,
         ),
-        RewardRule(name="gsm8k", read=marked_number, equal=same_number, state=as_marked, needs=_NUMBER),
+        RewardRule(
+            name="gsm8k",
+            read=marked_number,
+            equal=same_number,
+            state=as_marked,
+            needs=_NUMBER,
+            marks=(ANSWER_MARK,),
+        ),
         RewardRule(name="gsm8k_flexible", read=last_number, equal=same_number, state=as_marked, needs=_NUMBER),
         RewardRule(
             name="math",
@@ -207,6 +216,7 @@ RULES: dict[str, RewardRule] = {
             alone=True,
             as_text=expression_text,
             at_once=1,
+            marks=("\\boxed",),
         ),
         RewardRule(
             name="math_dapo",
@@ -216,6 +226,7 @@ RULES: dict[str, RewardRule] = {
             answer_key=normalise,
             alone=True,
             needs="one line with the answer alone, without its derivation",
+            marks=("Answer:", "\\boxed"),
         ),
     )
 }

@@ -46,6 +46,18 @@ def judgement(config: RewardConfig, *, own_rollout: bool) -> Judgement:
     )
 
 
+def form_notes(config: RewardConfig, prompts: Sequence[str]) -> list[str]:
+    """The line about prompts of which none asks for the form of answers that the rule reads; none for other rules."""
+    marks = RULES[config.function].marks if config.function in RULES else ()
+    if not marks or any(mark.casefold() in prompt.casefold() for prompt in prompts for mark in marks):
+        return []
+    forms = " or ".join(marks)
+    return [
+        f"WARNING: reward.function={config.function} reads answers with {forms}, and no prompt that was read asks for "
+        "it: data.instruction can"
+    ]
+
+
 @contextmanager
 def _named(config: RewardConfig) -> Iterator[None]:
     """Raise DataError, which names reward.function, where no worker can be started."""

@@ -241,11 +241,12 @@ class Scorer:
         return (True, config.correct) if judgment.correct else (False, config.incorrect)
 
 
-def try_reward(config: RewardConfig, prompt: Prompt) -> str:
+def try_reward(config: RewardConfig, prompt: Prompt, *, only_loads: bool = False) -> str:
     """Call the function in its usual process, with the prompt's own answer, with WRONG_RESPONSE and with no text.
 
     A function of many responses that returns one result for all of them shows with two only. Returns the reason why it
-    cannot be used, with the response; "" if it gave a reward to each.
+    cannot be used, with the response; "" if it gave a reward to each. `only_loads`: what it says of the responses does
+    not count, because the run has another prompt.
     """
     responses = (prompt.answer, WRONG_RESPONSE, "")
     is_own = is_custom(config.function)
@@ -254,6 +255,8 @@ def try_reward(config: RewardConfig, prompt: Prompt) -> str:
         outcomes = judged(replace(config, num_workers=1, outage_wait_s=0.0), items)
     except UserCodeError as error:
         return error.cause
+    if only_loads:
+        return ""
     reasons = [(text, each.message) for text, each in zip(responses, outcomes, strict=True) if each.message]
     return next((f"{message}, for the response {plain_text(response)!r}" for response, message in reasons), "")
 

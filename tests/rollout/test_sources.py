@@ -309,7 +309,7 @@ def test_every_reference_is_tried_by_the_rule_that_judges(tmp_path, tokenizer, f
     if bad:
         with pytest.raises(DataError, match=f"line {bad[0]}: answer must be .*reward.function={function}"):
             first_row(config(source), {}, judged(function))
-        assert first_row(skipping, {}, judged(function)).answer == answers[0]
+        assert first_row(skipping, {}, judged(function))[0].answer == answers[0]
 
 
 SEEDS = [{"prompt": "Play.", "label": "win", "extra_info": {"seed": seed}} for seed in (1, 2, 2, 3)]

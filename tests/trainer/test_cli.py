@@ -174,7 +174,8 @@ def test_flags_that_cannot_be_used(words: list[str], expected: str, capsys: pyte
 
 
 def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
-    outcome = parity("train", "--dry-run", "arithmetic_grpo", "rollout=torch", cwd=tmp_path, watched=HEAVY)
+    words = ("train", "--dry-run", "arithmetic_grpo", "rollout=torch")
+    outcome = parity(*words, cwd=tmp_path, watched=HEAVY, env={"PARITY_CACHE": str(tmp_path)})
     assert (outcome.code, outcome.err, outcome.loaded) == (0, "", ())
     labels = [line.split()[0] for line in outcome.out.splitlines() if not line.startswith(" ")]
     assert labels == [

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 import pytest
 import torch
@@ -25,12 +26,16 @@ from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from rollout.weights.files import tensor_shapes
 from trainer.cli.commands import run
 from trainer.cli.job import load_tasks
+from trainer.compose.catalog import recipe_files
 from trainer.compose.compose import resolve
+from trainer.config.paths import recipe_dir
 from trainer.config.train import TrainConfig
-from trainer.config.training import Offload
+from trainer.config.training import ArithmeticModelConfig, Offload
 from trainer.limits.adapter_shape import stored_linear_shapes
 from trainer.limits.machine import Machine
 from trainer.limits.memory_plan import memory_plan
+from trainer.models.base_model import build_base_model
+from trainer.run import loop
 from trainer.run.task import load_task, prompt_stream
 from trainer.rundir.run_dir import StartError
 from trainer.start import task_check
@@ -46,6 +51,29 @@ REWARDS = """
 def reward(response, answer): return float(response == answer)
 def raises(response, answer): raise KeyError(answer)
 def of_verl(data_source, solution_str, ground_truth): return 1.0
+def on_plain(response, prompt):
+    if "[user]" in prompt: raise ValueError("it is templated")
+    return 1.0
+"""
+FORMS = """
+def templated(response, prompt):
+    assert prompt == "[user]0?[assistant]"
+    return 1.0
+def nevertemplated(response, prompt):
+    assert "user" not in prompt
+    return 1.0
+def instructed(response, prompt):
+    assert prompt == "0? Count"
+    return 1.0
+def neverinstructed(response, prompt):
+    assert "Count" not in prompt
+    return 1.0
+"""
+TURNS = """
+async def turns(episode):
+    await episode.generate()
+async def fails(episode):
+    raise KeyError("turn")
 """
 
 
@@ -57,6 +85,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"q": f"{number}?", "a": str(number)} for number in range(30)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "own.py").write_text(REWARDS)
+    (directory / "forms.py").write_text(FORMS)
+    (directory / "turns.py").write_text(TURNS)
+    (directory / "empty.jsonl").touch()
+    (directory / "broken.jsonl").write_text('{"q": "1?", "a": "1"}\n{"q": "2?"\n')
+    chat = {"q": [{"role": "user", "content": "1?"}], "a": "1"}
+    (directory / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    away = RECIPE.replace("/model: hf", "/model: smollm2").replace("model: {path: tiny}\n", "")
+    (directory / "away.yaml").write_text(away)
     (directory / "mine.yaml").write_text(RECIPE)
     return directory
 
@@ -88,48 +124,105 @@ def test_mistakes_cost_no_import_of_torch_and_leave_nothing(own: Path, more: tup
     assert sorted(own.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [
-        ("model.path=.", "model.path must be the directory of a Hugging Face model, with config.json, *.safetensors"),
-        ("model.path=tiny/config.json", "It is a file: model.path=tiny is its directory."),
-        ("sampling.max_new_tokens=200", "sampling.max_new_tokens must be <= 108: the model's context has 128"),
-        ("eval.max_new_tokens=200", "eval.max_new_tokens must be <= 108: the model's context has 128"),
-        ("reward.function=own.py:raises", "got 'own.py:raises'. It failed: KeyError: '0' (own.py, line 3)"),
-        ("reward.function=own.py:of_verl", "ground_truth is answer."),
-        ("reward.function=own.py:rewrd", "own.py has no function 'rewrd'; it has of_verl, raises, reward"),
-        ("data.train_path=word_problems:hard@train", "is unknown: use word_problems:LEVEL@SPLIT"),
-        ("data.answer_key=b", "data.answer_key=b is not a column; columns are q, a."),
-        ("data.train_path=openai/gsm8k", "On the hub it is openai/gsm8k@train."),
-        ("run.resume_from=nosuch", "run.resume_from must be the directory of a checkpoint"),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_one_problem_for_the_run_too(
-    own: Path, word: str, expected: str, capsys: pytest.CaptureFixture[str]
+TINY = ("arithmetic_grpo", "rollout=torch", "model.num_steps=1", "model.num_layers=1", "model.hidden_size=64")
+"""Recipe of a model that Parity makes, here in a second."""
+BAD_INPUTS: list[tuple[tuple[str, ...], str]] = [
+    (("model.path=.",), "model.path must be the directory of a Hugging Face model, with config.json, *.safetensors"),
+    (("model.path=tiny/config.json",), "It is a file: model.path=tiny is its directory."),
+    (("sampling.max_new_tokens=200",), "sampling.max_new_tokens must be <= 108: the model's context has 128"),
+    (("eval.max_new_tokens=200",), "eval.max_new_tokens must be <= 108: the model's context has 128"),
+    (("sampling.max_new_tokens=127", "eval.max_new_tokens=126"), "eval.max_new_tokens must be <= 108: the model"),
+    (("sampling.stop=[nosuch]",), "sampling.stop"),
+    (("reward.function=own.py:raises",), "got 'own.py:raises'. It failed: KeyError: '0' (own.py, line 3)"),
+    (("reward.function=own.py:of_verl",), "ground_truth is answer."),
+    (("reward.function=own.py:rewrd",), "own.py has no function 'rewrd'; it has of_verl, on_plain, raises, reward"),
+    (("reward.function=own.py:on_plain",), "ValueError: it is templated"),
+    (("episode.function=turns.py:fails",), "episode.function must bring an episode to an end"),
+    (("episode.function=turns.py:nowhere",), "nowhere"),
+    (("data.train_path=word_problems:hard@train",), "is unknown: use word_problems:LEVEL@SPLIT"),
+    (("data.answer_key=b",), "data.answer_key=b is not a column; columns are q, a."),
+    (("data.train_path=openai/gsm8k",), "On the hub it is openai/gsm8k@train."),
+    (("data.train_path=empty.jsonl",), "empty.jsonl has no rows"),
+    (("data.train_path=broken.jsonl",), "broken.jsonl, line 2: "),
+    (("data.train_path=chat.jsonl", "data.eval_path=chat.jsonl", "data.instruction=Hm"), "data.instruction must be ''"),
+    (("data.max_prompt_tokens=1",), "more than data.max_prompt_tokens=1"),
+    (("+data.chat_template_kwargs.nosuch=1",), "data.chat_template_kwargs.nosuch has no effect"),
+    (("run.resume_from=nosuch",), "run.resume_from must be the directory of a checkpoint"),
+    ((*TINY, "sampling.max_new_tokens=300"), "sampling.max_new_tokens must be <= 250: the model's context has 256"),
+    ((*TINY, "sampling.stop=[nosuch]"), "sampling.stop"),
+    ((*TINY, "episode.function=turns.py:fails"), "episode.function must bring an episode to an end"),
+    (
+        (*TINY[:2], "model=hf", "model.path=tiny", "sampling.max_new_tokens=127"),
+        "sampling.max_new_tokens must be <= 122: the model's context has 128",
+    ),
+]  # fmt: skip
+"""Words of bad inputs on this disk, after a recipe if there is one -> what is said of them."""
+
+
+@pytest.mark.parametrize(("words", "expected"), BAD_INPUTS)
+def test_a_dry_run_refuses_what_the_run_refuses(
+    own: Path,
+    words: tuple[str, ...],
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = sorted(own.rglob("*"))
-    assert run(["train", "mine.yaml", word]) == 2
-    title, *problems = capsys.readouterr().err.splitlines()
-    assert title.endswith("1 problem, nothing was started")
-    assert expected in " ".join(problems)
+    def begun(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("the run was not refused")
+
+    monkeypatch.setattr(loop, "Tracker", begun)
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path))
+    recipe = [] if words[0] in recipe_files(recipe_dir()) else ["mine.yaml"]
+    if not recipe:
+        build_base_model(ArithmeticModelConfig(num_steps=1, num_layers=1, hidden_size=64))
+    before = sorted(path for path in own.rglob("*") if "__pycache__" not in str(path))
+    told = []
+    for more in (["--dry-run"], []):
+        assert run(["train", *recipe, *words, *more]) == 2, more
+        told.append(capsys.readouterr().err.partition("parity train ")[2].splitlines())
+    assert told[0] == told[1]
+    title, *problems = told[0]
+    assert title.endswith(" nothing was started") and expected in " ".join(problems)
     assert sorted(path for path in own.rglob("*") if "__pycache__" not in str(path)) == before
 
 
-def test_what_only_a_tokenizer_shows_is_refused_alike_and_before_the_plan(
-    own: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words, expected in (
-        (["data.max_prompt_tokens=1"], "more than data.max_prompt_tokens=1"),
-        (["sampling.max_new_tokens=127", "eval.max_new_tokens=126"], "eval.max_new_tokens must be <= 108: the model"),
+def test_a_reward_is_tried_with_the_prompt_that_the_run_has(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the template it has the roles; without it the text is that of the row with the instruction."""
+    for words, function in (
+        ([], "templated"),
+        (["data.chat_template=false", "data.instruction=Count"], "instructed"),
     ):
-        for more in (["--dry-run"], []):
-            assert run(["train", "mine.yaml", *words, *more]) == 2
-            found = capsys.readouterr()
-            [title] = [line for line in found.err.splitlines() if line.startswith("parity train")]
-            assert title.endswith(", nothing was started")
-            assert "\n  - " in found.err and expected in found.err
-            assert bool(found.out) is bool(more)
-    assert not (own / "outputs").exists()
+        assert run(["train", "mine.yaml", *words, f"reward.function=forms.py:{function}", "--dry-run"]) == 0
+        assert not capsys.readouterr().err
+        assert run(["train", "mine.yaml", f"reward.function=forms.py:never{function}", "--dry-run", *words]) == 2
+        assert "AssertionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("function", "asks"),
+    [
+        ("math", "Put it in \\boxed{}."),
+        ("math_dapo", "End with answer: $Answer"),
+        ("gsm8k", "After ####."),
+        ("exact_match", ""),
+    ],
+)
+def test_prompts_that_do_not_ask_for_the_form_of_the_reward_are_named(
+    own: Path,
+    function: str,
+    asks: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path))
+    for recipe in ("mine.yaml", "away.yaml"):  # the model of which is not here
+        for instruction, is_said in (("", bool(asks)), (asks, False)):
+            words = [recipe, f"reward.function={function}", f"data.instruction={json.dumps(instruction)}"]
+            assert run(["train", *words, "--dry-run"]) == 0
+            shown = capsys.readouterr().out
+            assert (f"WARNING: reward.function={function} reads answers with" in shown) == is_said, words
 
 
 def test_the_longest_response_that_is_named_is_accepted(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -523,9 +616,7 @@ def test_a_rollout_function_that_cannot_be_loaded_is_refused(own: Path) -> None:
     assert "must be `async def` with one parameter, the episode" in told
     [told] = problems("own.py:nowhere")
     assert "nowhere" in told
-    (own / "turns.py").write_text("async def turns(episode):\n    await episode.generate()\n")
     assert problems("turns.py:turns") == []
-    (own / "turns.py").unlink()
 
 
 def test_a_micro_batch_that_is_far_too_large_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,7 +668,7 @@ def test_an_evaluation_needs_a_whole_gpu_per_engine(own: Path, monkeypatch: pyte
 
 def test_a_function_that_several_runs_share_is_called_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr(task_check, "try_reward", lambda config, prompt: called.append(prompt.answer) or "no")
+    monkeypatch.setattr(task_check, "try_reward", lambda config, prompt, **_: called.append(prompt.answer) or "no")
     config = config_of(own)
     runs = [replace(config, run=replace(config.run, seed=seed)) for seed in range(3)]
     [problem] = task_problems(runs)

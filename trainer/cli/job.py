@@ -14,19 +14,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from rollout.data.data_files import on_hub
+from rollout.data.dataset import first_row
+from rollout.rewards.references import form_notes
 from rollout.task_config import FileDataConfig
 from trainer.cli.report import COMPARISON
 from trainer.cli.sweep import COMMAND, Ended, begun_directories, compare
 from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE, FAILED, REFUSED, report
 from trainer.config.train import TrainConfig
-from trainer.config.training import SmolLM2ModelConfig
 from trainer.ending.termination import GO_ON, RunTerminated, termination_requests
 from trainer.ending.time_limit import job_variable
-from trainer.rundir.cache import default_cache_dir
-from trainer.rundir.resume import saved_state
+from trainer.rundir.resume import checkpoint_to_resume, takes_no_step
 from trainer.rundir.run_dir import StartError, how_to_go_on, make_private, newest_saved_step
-from trainer.start.task_check import is_on_disk, task_key
+from trainer.start.task_check import data_judgement, is_on_disk, task_key
 from trainer.text.plain import printable, to_stderr, to_stdout_while_read
 from trainer.text.redact import redact_argv, redact_text
 
@@ -139,13 +139,16 @@ def load_tasks(resolution: Resolution) -> tuple[list[str], list[str]]:
     found: dict[str, None] = {}
     notes: list[str] = []
     for config in {task_key(config): config for config in configs}.values():
-        if is_on_disk(config) or _is_converted(config):
+        if is_on_disk(config):
             # Imported late, because this line imports transformers.
-            from trainer.run.task import load_task, prompt_stream
+            from trainer.run.task import checked_task
 
             try:
-                task = load_task(config, progress=lambda done, total, detail: None)
-                prompt_stream(config, task, saved_state(config))
+                checkpoint = checkpoint_to_resume(config, run_dir := Path(config.run.dir))
+                if takes_no_step(config, run_dir, checkpoint):
+                    continue
+                resumed = None if checkpoint is None else checkpoint.state
+                task, _ = checked_task(config, resumed, progress=lambda done, total, detail: None)
                 notes += task.dataset.notes
             except StartError as error:
                 found |= dict.fromkeys(redact_text(str(problem)) for problem in error.problems)
@@ -153,19 +156,9 @@ def load_tasks(resolution: Resolution) -> tuple[list[str], list[str]]:
             notes += [f"{source} is on the hub: not read now" for source in on_hub(config.data, config.sources)] or [
                 "the model is not on this disk: prompts are not in its template, and their lengths not known"
             ]
+            if first := first_row(config.data, {}, data_judgement(config)):
+                notes += form_notes(config.reward, [first[0].text])
     return list(found), notes
-
-
-def _is_converted(config: TrainConfig) -> bool:
-    """True if the model is SmolLM2 in the cache, and the rows are files of this disk."""
-    if not (isinstance(config.model, SmolLM2ModelConfig) and isinstance(config.data, FileDataConfig)):
-        return False
-    if on_hub(config.data, config.sources) or not any(default_cache_dir().glob(f"{config.model.kind}-*")):
-        return False
-    # Imported late, because this line imports transformers.
-    from trainer.models.smollm2 import converted_smollm2
-
-    return converted_smollm2() is not None
 
 
 def resume_command(run_dir: Path) -> str:

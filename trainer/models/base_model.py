@@ -84,6 +84,11 @@ def build_base_model(
         save_tokenizer(directory)
         _train(model, directory=directory, progress=progress)
 
+    return cached_directory(base_model_entry(model, cache_dir=cache_dir), FILES, make)
+
+
+def base_model_entry(model: ArithmeticModelConfig, *, cache_dir: Path | None = None) -> Path:
+    """The directory of the base model in the cache, whether it is there or not."""
     # Everything that decides the weights.
     parts = {
         "format": FORMAT_VERSION,
@@ -95,7 +100,7 @@ def build_base_model(
         "transformers": transformers.__version__,
     }
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-    return cached_directory((cache_dir or default_cache_dir()) / f"arithmetic-{key}", FILES, make)
+    return (cache_dir or default_cache_dir()) / f"arithmetic-{key}"
 
 
 @contextmanager

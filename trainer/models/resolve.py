@@ -12,10 +12,10 @@ from algorithms.config import Problem
 from rollout.data.hub import fetch_model, limit_silence
 from rollout.data.tokenizer import load_tokenizer
 from trainer.config.train import TrainConfig
-from trainer.config.training import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
-from trainer.models.base_model import build_base_model
+from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelConfig, SmolLM2ModelConfig
+from trainer.models.base_model import base_model_entry, build_base_model
 from trainer.models.directory import find_model
-from trainer.models.smollm2 import build_smollm2
+from trainer.models.smollm2 import build_smollm2, smollm2_entry
 from trainer.policy.model import check_files
 from trainer.rundir.cache import Progress
 from trainer.rundir.run_dir import StartError
@@ -32,6 +32,12 @@ def resolve_model(config: TrainConfig, *, progress: Progress) -> Path:
     if not isinstance(model, HFModelConfig):
         raise ValueError(f"model={model.kind!r} is unknown; use model=hf, model=smollm2 or model=arithmetic")
     return _directory("model.path", model.path, model.revision)
+
+
+def made_model(model: ModelConfig) -> Path | None:
+    """The directory of a model that Parity has made before; None of others."""
+    entry = base_model_entry(model) if isinstance(model, ArithmeticModelConfig) else smollm2_entry()
+    return entry if entry.is_dir() else None
 
 
 def _hide_bars() -> None:

@@ -107,16 +107,12 @@ def build_smollm2(
                 "was tried with."
             )
 
-    return cached_directory(_entry(root, package), FILES, make)
+    return cached_directory(smollm2_entry(root, package), FILES, make)
 
 
-def converted_smollm2() -> Path | None:
-    """The directory of the model in the cache; None if the model is still to be fetched or converted."""
-    entry = _entry(default_cache_dir(), PACKAGE)
-    return entry if entry.is_dir() else None
-
-
-def _entry(root: Path, package: Package) -> Path:
+def smollm2_entry(root: Path | None = None, package: Package | None = None) -> Path:
+    """The directory of the model in the cache, whether it is there or not."""
+    root, package = root or default_cache_dir(), package or PACKAGE
     # Everything that decides the converted files.
     parts = {"format": FORMAT_VERSION, "wheel": package.sha256, "transformers": version("transformers")}
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

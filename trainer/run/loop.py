@@ -56,7 +56,7 @@ from trainer.run.probe import probe_logprobs
 from trainer.run.profiling import Profiler
 from trainer.run.saving import Ending, Saver
 from trainer.run.step_log import StepLog
-from trainer.run.task import Task, data_notes, load_task, prompt_stream
+from trainer.run.task import Task, checked_task, data_notes
 from trainer.rundir.checkpoint import Checkpoint, RunState
 from trainer.rundir.printed import printed_log
 from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config, takes_no_step, whole_checkpoint
@@ -142,8 +142,7 @@ def run_steps(
     resumed = None if checkpoint is None else checkpoint.state
     console = Console(config.run.num_steps)
     with console, termination.named():  # a mistake in it leaves no run directory and no W&B run
-        task = load_task(config, progress=console.base_model_progress)
-        prompts = prompt_stream(config, task, resumed)
+        task, prompts = checked_task(config, resumed, progress=console.base_model_progress)
     tracking = Tracker(config, run_dir=run_dir, resumed=resumed, console=console)
     with tracking as tracker, termination.named(), printed_log(run_dir / LOGS):
         termination.last_words = tracker.record_interrupted

@@ -17,6 +17,7 @@ from rollout.data.tokenizer import load_tokenizer
 from rollout.data.turn_ends import EOS_FILES, control_ends, past_end_note, stop_token_ids, text_end_note
 from rollout.processes.custom_code import code_digest
 from rollout.rewards import Scorer
+from rollout.rewards.references import form_notes
 from rollout.task_config import CustomData, FileDataConfig
 from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
@@ -101,7 +102,9 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         *context_problems(config, model_path, longest_prompt=dataset.longest_prompt),
         *vocabulary_problems(model_path, largest_token=dataset.largest_token, stop_ids=stop_ids),
     ]
-    if trains and not problems:
+    if isinstance(config.data, FileDataConfig):
+        dataset.notes.extend(form_notes(config.reward, [prompt.text for prompt in dataset.train]))
+    if not problems:
         problems += trial_problems(config, dataset.train[0], model_path, stop_ids, dataset.notes)
     if problems:
         raise StartError(*problems)
@@ -134,6 +137,15 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         model_files={path: digest for path in described if (digest := code_digest(path)) is not None},
         eval_prompts={name: prompts_digest(prompts) for name, prompts in sets.items()},
     )
+
+
+def checked_task(config: TrainConfig, resumed: RunState | None, *, progress: Progress) -> tuple[Task, PromptStream]:
+    """What a run works on, and its prompts from where the run `resumed` had come to; the same for `--dry-run`.
+
+    Raises StartError for all that can be refused before anything is started or written.
+    """
+    task = load_task(config, progress=progress)
+    return task, prompt_stream(config, task, resumed)
 
 
 def data_notes(dataset: Dataset, run_dir: Path) -> list[str]:

@@ -69,11 +69,19 @@ EXACT_ACTIVATION = "silu"
 
 
 def is_on_disk(config: TrainConfig) -> bool:
-    """True if the model is a directory and the rows are files of this disk: nothing has to be fetched or made."""
-    if not (isinstance(config.model, HFModelConfig) and isinstance(config.data, FileDataConfig)):
+    """True if the models are on this disk, and so are the rows: nothing has to be fetched or made."""
+    if isinstance(config.data, FileDataConfig) and on_hub(config.data, config.sources):
         return False
-    models = [config.model.path, *([config.critic.path] if config.has_critic and config.critic.path else [])]
-    return all(Path(path).is_dir() for path in models) and not on_hub(config.data, config.sources)
+    if config.has_critic and config.critic.path and not Path(config.critic.path).is_dir():
+        return False
+    if isinstance(config.model, HFModelConfig):
+        return Path(config.model.path).is_dir()
+    if not any(default_cache_dir().glob(f"{config.model.kind}-*")):
+        return False
+    # Imported here because this line imports torch and transformers.
+    from trainer.models.resolve import made_model
+
+    return made_model(config.model) is not None
 
 
 def _machine_problems(config: TrainConfig, machine: Machine, *, trains: bool) -> Iterator[Problem]:
@@ -347,13 +355,14 @@ def data_judgement(config: TrainConfig) -> Judgement:
 def _data_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield the problems of the rows, and of the reward function with the first of them."""
     try:
-        prompt = first_row(config.data, config.eval.sets, data_judgement(config))
+        first = first_row(config.data, config.eval.sets, data_judgement(config))
     except DataError as error:
         yield from error.problems
         return
     own_rule = isinstance(config.data, ArithmeticDataConfig) and ":" not in config.reward.function
-    if prompt is None or own_rule:
+    if first is None or own_rule:
         return
-    if reason := try_reward(config.reward, prompt):
+    # In the form of the template `load_task` has the prompt.
+    if reason := try_reward(config.reward, first[0], only_loads=first[1]):
         rule = "must score the first row of the data, with its own answer and with a wrong one as the response"
         yield config.broken("reward.function", rule, f"It failed: {reason}")
