@@ -63,8 +63,8 @@ _DAPO_ANSWER = re.compile(r"answer[*_`\s]*:(?:[*_`}\s]|\\\[|\$\$)*", re.IGNORECA
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
-STATEMENT = re.compile(r"####|<<[^<>]*=|^\s*[\[{]\s*\"|\banswer\b\s*(?:is\b|[:=])\s*[-+$\\]*[0-9b]", re.IGNORECASE)
-"""What makes a reference more than an answer: the solution of GSM8K, JSON, a sentence about the answer."""
+STATEMENT = re.compile(r"####|<<[^<>]*=|^\s*[\[{]\s*[\"']|\banswer\b\s*(?:is\b|[:=])\s*[-+$\\]*[0-9b]", re.IGNORECASE)
+"""What makes a reference more than an answer: the solution of GSM8K, JSON, a list of Python, a sentence about it."""
 _OPENS_LINE = re.compile(rf"(?:^|[\n>\]\uff5c\u25b7])\s*(?:{_OPENS})", re.IGNORECASE)
 
 
@@ -113,7 +113,8 @@ _FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _ROOT = re.compile(r"(?P<sign>[√∛∜])\s*(?:\((?P<inner>[^()]*)\)|(?P<one>[0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _MIXED = re.compile(r"\A\s*([-+]?[0-9]+)\s+([0-9]+)/([0-9]+)\s*\Z")
-_REPEATING = re.compile(r"(?<![0-9,])([0-9]*)\.([0-9]*)\\overline\s*\{([0-9]+)\}")
+_REPEATING = re.compile(r"(?<![0-9,])([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
+_SCIENTIFIC = re.compile(r"\A\s*([-+]?[0-9]+(?:\.[0-9]+)?)[eE]\+?(-?[0-9]+)\s*\Z")
 _TRUTH = re.compile(r"\A\s*(?:\\text\w*\s*\{)?\s*(true|false)\s*\}?\s*\Z", re.IGNORECASE)
 _PERCENT, _DEGREES = re.compile(r"(?<!\\)%"), re.compile(r"\s*°(?:\s*[CF]\b)?")
 _IN_LATEX = str.maketrans(
@@ -128,7 +129,7 @@ def latex_signs(text: str) -> str:
 
     2½ is 2\\frac{1}{2}, x² is x^{2}, √(x+1) is \\sqrt{x+1}, 90° is 90^\\circ, and 0.\\overline{3} is \\frac{3}{9}.
     """
-    text = _MIXED.sub(r"\1\\frac{\2}{\3}", plain_signs(text))
+    text = _SCIENTIFIC.sub(r"\1\\times10^{\2}", _MIXED.sub(r"\1\\frac{\2}{\3}", plain_signs(text)))
     text = _FRACTION.sub(lambda found: r"\frac{{{}}}{{{}}}".format(*compatible("NFKC", found[0]).split("\u2044")), text)
     text = _RAISED_RUN.sub(lambda found: f"^{{{compatible('NFKC', found[0])}}}", text)
     text = _ROOT.sub(lambda found: f"{_ROOTS[found['sign']]}{{{found['inner'] or found['one'] or ''}}}", text)

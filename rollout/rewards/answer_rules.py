@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from rollout.data.answers import (
@@ -131,26 +130,34 @@ def same_normalised(extracted: str, answer: str) -> bool:
     return extracted == normalise(answer)
 
 
-_LETTERS = [*ascii_uppercase]
-_CHOICE = re.compile(r"\\boxed\{\s*\\text(?:bf|rm)?\s*\{\s*\(?([A-Z])\)")
+_CHOICE = re.compile(
+    r"\\boxed\{\s*(?:\\(?:text|math)(?:bf|rm|sf|it)?\s*\{\s*)?\(?([A-Z])(?:(?P<alone>\)?\.?\s*\}?\s*\}\Z)|[).:])"
+)
+"""A box with a letter, alone or before the choice that it names: B, \\textbf{(B)} 12, B. 12."""
+_PERCENT = r"\%"
+_SHARE = re.compile(r"\\boxed\{([^{}]*)\\%\s*\}\Z")
 
 
 def same_mathematics(extracted: str, answer: str) -> bool:
     """True if math-verify finds two expressions equal: 1/2 is 0.5, {1, 2} is {2, 1}.
 
+    It reads no per cent sign in a box. Here 50\\% is 50, as in MATH's own scorer, and 0.5.
     math-verify bounds its own work with SIGALRM, which a computation in C ignores. So its timeouts are off, and
     `rollout/user_code` kills the process at the deadline. Raises ValueError for a reference that it cannot read.
     """
     from math_verify import verify
 
-    letter = bare(answer).strip("()")
-    if letter in _LETTERS and (choice := _CHOICE.match(extracted)):  # \textbf{(B)} 12 states a letter and its answer
-        return choice[1] == letter
-    reference = _expressions(as_boxed(answer))
+    boxes = as_boxed(answer), extracted
+    asked, chosen = map(_CHOICE.match, boxes)
+    if asked and asked["alone"] and chosen:
+        return asked[1] == chosen[1]
+    reference, found = (_expressions(box.replace(_PERCENT, "") if boxed(box) else box) for box in boxes)
     if not reference:
         raise ValueError(f"reward.function=math cannot read the reference answer {answer[-80:]!r}")
-    found = _expressions(extracted)
-    return bool(found) and bool(verify(reference, found, timeout_seconds=None))
+    if not found or verify(reference, found, timeout_seconds=None):
+        return bool(found)
+    shares = [_SHARE.sub(r"\\boxed{\\frac{\1}{100}}", box) for box in boxes]
+    return shares != [*boxes] and bool(verify(*map(_expressions, shares), timeout_seconds=None))
 
 
 def _expressions(text: str) -> list[Any]:
