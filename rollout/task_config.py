@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -129,7 +130,10 @@ def is_pattern(path: str) -> bool:
 
 
 def matching_files(pattern: str) -> list[str]:
-    """The files that `pattern` names, sorted."""
+    """The files that `pattern` names, sorted; a directory of that very name comes before others."""
+    directory, name = os.path.split(pattern)
+    if Path(directory).is_dir():
+        pattern = os.path.join(glob.escape(directory), name)
     return sorted(found for found in glob.glob(pattern, recursive=True) if Path(found).is_file())
 
 

@@ -1,8 +1,8 @@
 """The value of a prompt column -> text, or chat messages that a chat template can render. Is it a prompt at all?
 
 Other libraries write messages in several forms: with the fields of all messages, null where a message has none; with
-content in parts; as JSON text in a column of texts. They are read as their writer meant. A conversation that renders
-without an error and is no prompt, such as one whose last word is the assistant's, is a bad row.
+content in parts; as text of JSON or Python in a column of texts. They are read as their writer meant. A conversation
+that renders without an error and is no prompt, such as one whose last word is the assistant's, is a bad row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from rollout.data.answers import stated
-from rollout.data.data_files import checked_text, plain
+from rollout.data.data_files import checked_text, plain, written_value
 
 Messages = list[dict[str, Any]]
 """Chat messages: each has "role" and "content", both texts, and further fields of its template."""
@@ -51,7 +51,7 @@ def prompt_value(value: object, key: str, *, continues: bool) -> str | Messages:
         found = _messages_in(value)
         if found is None:
             if _LIKE_MESSAGES.match(value.strip("\ufeff \n")):
-                raise ValueError(f"{key} holds chat messages as text that is no JSON list. Save the column as JSON")
+                raise ValueError(f"{key} holds chat messages as text that is no list. Save the column as JSON")
             return value
         value = found
     if isinstance(value, dict):
@@ -64,14 +64,11 @@ def prompt_value(value: object, key: str, *, continues: bool) -> str | Messages:
 
 
 def _messages_in(text: str) -> list[Any] | None:
-    """The messages of which `text` is the JSON, as csv files hold them; None for any other text."""
+    """The messages that `text` writes as JSON or as Python does, as csv files hold them; None for any other text."""
     text = text.strip("\ufeff \n")
     if not text.startswith(("[", "{")):
         return None
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    found = written_value(text)
     if isinstance(found, dict):
         found = [found] if _names_role(found) else next((found[key] for key in CONVERSATION_KEYS if key in found), None)
     is_list = isinstance(found, list) and bool(found)

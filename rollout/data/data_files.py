@@ -7,17 +7,20 @@ This file reads jsonl itself, line by line, so that an error names the broken li
 
 from __future__ import annotations
 
+import ast
 import codecs
 import csv
 import functools
 import glob
 import json
 import math
+import os
+import shutil
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -211,6 +214,17 @@ def checked_text(text: str, key: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{key} is not text: half of a surrogate pair at character {error.start + 1}") from error
     return text
+
+
+def written_value(text: str) -> Any:
+    """The value that `text` writes as JSON, or as Python does, whose form pandas and `datasets` give cells of csv.
+
+    None if it is neither. Nothing is executed.
+    """
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text)
+    return None
 
 
 def _is_binary(value: object) -> bool:
@@ -418,6 +432,10 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
             if is_local and is_saved(directory):
                 table = _saved_table(directory, split)
             else:
+                if is_local and glob.has_magic(str(directory.resolve())):
+                    # `datasets` would take the name for a pattern: its files under a name that is none.
+                    link = Path(cache, "named")
+                    directory = Path(shutil.copytree(directory.resolve(), link, copy_function=os.symlink))
                 find = functools.partial(
                     datasets.load_dataset_builder,
                     str(directory) if is_local else repo,
@@ -426,7 +444,7 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
                 )
                 builder = find()
                 if is_local and (lines := _json_files(builder, split)):
-                    yield from _rows_of_all(lines)
+                    yield from _rows_of_all([str(Path(line).resolve()) for line in lines])
                     return
                 # Only a data set that declares types has them.
                 if isinstance(builder.config, CsvConfig) and builder.info.features is None:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from string import ascii_uppercase
 from typing import Any, NamedTuple, TypeGuard
 
-import orjson
-
 from algorithms.config.similar import similar
+from rollout.data.data_files import written_value
 from rollout.task_config import FileDataConfig
 
 JOIN = "+"
@@ -136,11 +135,8 @@ def look_up(row: dict[str, Any], path: Sequence[str]) -> object:
     """A field of a nested column; None if the row does not have the field."""
     value: Any = row
     for part in path:
-        if isinstance(value, str) and value.startswith("{"):  # a csv file holds fields as JSON text
-            try:
-                value = orjson.loads(value)
-            except orjson.JSONDecodeError:
-                return None
+        if isinstance(value, str) and value.startswith("{"):  # a csv file holds fields as text
+            value = written_value(value)
         value = value.get(part) if isinstance(value, dict) else None
     return value
 

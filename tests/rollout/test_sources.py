@@ -190,6 +190,29 @@ def test_a_data_set_that_is_a_program_is_refused_with_its_name(tmp_path, tokeniz
         load_dataset(config(f"{tmp_path}@train"), tokenizer)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_a_directory_whose_name_has_signs_of_a_pattern(tmp_path, tokenizer, suffix):
+    for name, question in (("set[1]", "a"), ("set1", "x"), ("se*", "b")):
+        (tmp_path / name).mkdir()
+        rows = [{"question": question, "answer": "1"}, {"question": "no", "answer": ""}]
+        write_rows(tmp_path / name / f"train{suffix}", rows)
+    for name, text in (("set[1]", "a"), ("se*", "b")):
+        for source in (f"{tmp_path}/{name}@train", f"{tmp_path}/{name}/tr*{suffix}"):
+            data = load_dataset(config(source, on_bad_row=OnBadRow.skip), tokenizer)
+            assert [each.text for each in data.train] == [text], source
+            assert "parity-data-" not in str(data.skipped[0])
+    assert (
+        load_dataset(config(f"{tmp_path}/set[1-9]/*{suffix}", on_bad_row=OnBadRow.skip), tokenizer).train[0].text == "x"
+    )
+
+
+def test_fields_in_the_form_of_python_are_read_from_csv(tmp_path, tokenizer):
+    """pandas and `datasets` write dicts so."""
+    rows = [{"prompt": f"{number}?", "reward_model": str({"ground_truth": "it's", "n": None})} for number in range(2)]
+    data = load_dataset(config(write_rows(tmp_path / "verl.csv", rows)), tokenizer)
+    assert [(each.text, each.answer) for each in data.train] == [("0?", "it's"), ("1?", "it's")]
+
+
 def test_a_pattern_below_a_directory_with_the_sign_of_a_split(tmp_path, tokenizer):
     directory = tmp_path / "me@here"
     directory.mkdir()
