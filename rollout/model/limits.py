@@ -10,6 +10,9 @@ ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 UNSUPPORTED_ATTENTION = ("softcap", "s_aux")
 """Attention options (logit soft-capping, sinks) that neither attention of Parity computes."""
 
+PLAIN_OUTPUTS = {"output_attentions": False, "return_dict": True}
+"""Config fields that say what a model returns, not what it computes, as engine and trainer need them."""
+
 
 def altered_logits(hf_config: object) -> str | None:
     """The change that a model makes to the logits after the head, as "field=value"; None if there is none."""
@@ -18,6 +21,13 @@ def altered_logits(hf_config: object) -> str | None:
         if value not in (None, 1, 1.0):
             return f"{name}={value}"
     return None
+
+
+def attention_window(hf_config: object) -> int | None:
+    """Tokens that a layer with a sliding window attends to; None if the model has no such layer."""
+    kinds = getattr(hf_config, "layer_types", None)
+    is_used = kinds is None or "sliding_attention" in kinds
+    return getattr(hf_config, "sliding_window", None) if is_used else None
 
 
 def check_attention(options: Mapping[str, object], *, longest: int, name: str) -> None:

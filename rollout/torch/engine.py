@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError, request_problem
 from rollout.exact.gpu import use_batch_invariant_kernels
 from rollout.exact.layers import make_exact
-from rollout.model.limits import altered_logits
+from rollout.model.limits import PLAIN_OUTPUTS, altered_logits
 from rollout.model.onednn_linear import use_fast_products
 from rollout.processes.recorder import Recorder
 from rollout.torch.decode_loop import DecodeLoop
@@ -96,6 +96,7 @@ class TorchEngine(Engine):
                 dtype=DTYPES[self._config.dtype.name],
                 use_safetensors=True,
                 trust_remote_code=False,
+                **PLAIN_OUTPUTS,
                 local_files_only=True,
                 output_loading_info=True,
                 attn_implementation=SLOT_ATTENTION,

@@ -129,6 +129,14 @@ def test_logprobs_are_those_of_a_forward_over_the_whole_sequence(tmp_path, model
     assert worst_difference(model, requests, generations, temperature=temperature) < TOLERANCE
 
 
+@pytest.mark.parametrize("field", [{"output_attentions": True}, {"return_dict": False}])
+def test_what_a_model_returns_by_its_config_changes_nothing(tmp_path, model_path, engine, field):
+    write_tiny_model(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | field))
+    assert start(tmp_path).generate(make_requests(4)) == engine.generate(make_requests(4))
+
+
 def test_the_comparison_notices_a_wrong_temperature_shift_or_weight(tmp_path):
     model = write_tiny_model(tmp_path)
     requests = make_requests(temperature=0.7)

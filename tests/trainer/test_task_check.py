@@ -240,6 +240,16 @@ def test_prompts_longer_than_the_context_give_no_impossible_number(own: Path) ->
     assert "data.max_prompt_tokens=108 data.on_bad_row=skip" in str(problem)
 
 
+def test_sequences_beyond_a_sliding_window_are_refused_before_a_start(own: Path, tmp_path: Path) -> None:
+    """A window that no layer uses counts for nothing."""
+    path = shutil.copytree(own / "tiny", tmp_path / "windowed") / "config.json"
+    plain = json.loads(path.read_text()) | {"sliding_window": 64, "max_window_layers": 0, "layer_types": None}
+    words = ["train", "mine.yaml", f"model.path={path.parent}", "sampling.max_new_tokens=60", "--dry-run"]
+    for is_used, code in ((False, 0), (True, 2)):
+        path.write_text(json.dumps(plain | {"use_sliding_window": is_used}))
+        assert run(words) == code
+
+
 def test_the_context_is_known_by_the_name_of_gpt2(own: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_positions": 128}')
     config = config_of(own, "sampling.max_new_tokens=109")

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rollout.config import DType
-from rollout.model.limits import altered_logits
+from rollout.model.limits import PLAIN_OUTPUTS, altered_logits
 from rollout.model.onednn_linear import use_fast_products
 from rollout.weights.adapter import is_adapter, name_without_adapter, sent_name
 from rollout.weights.packed_weights import ALIGNMENT, DTYPES, TensorShape, listed, stored_state
@@ -51,7 +51,7 @@ COMPARED_ROWS = 4096
 
 def load_hf_config(path: Path) -> PretrainedConfig:
     """config.json of a model; ValueError for one whose logits are more than head(hidden states)."""
-    hf_config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    hf_config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, **PLAIN_OUTPUTS)
     if altered := altered_logits(hf_config):
         raise ValueError(f"model.path={path}: {altered} is not supported by the packed scorer")
     return hf_config

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from algorithms.config import Problem
 from rollout.config import Routing
@@ -15,6 +15,7 @@ from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_data
 from rollout.data.special_tokens import response_decoder
 from rollout.data.tokenizer import load_tokenizer
 from rollout.data.turn_ends import EOS_FILES, control_ends, past_end_note, stop_token_ids, text_end_note
+from rollout.model.limits import attention_window
 from rollout.processes.custom_code import code_digest
 from rollout.rewards import Scorer
 from rollout.rewards.references import form_notes
@@ -98,8 +99,9 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     if trains and config.batch.prompts_per_step > len(dataset.train):
         step, there = config.batch.prompts_per_step, len(dataset.train)
         dataset.notes.append(f"batch.prompts_per_step={step} takes prompts twice in a step: there are {there}")
+    window = attention_window(AutoConfig.from_pretrained(model_path, trust_remote_code=False)) if trains else None
     problems = [
-        *context_problems(config, model_path, longest_prompt=dataset.longest_prompt),
+        *context_problems(config, model_path, longest_prompt=dataset.longest_prompt, window=window),
         *vocabulary_problems(model_path, largest_token=dataset.largest_token, stop_ids=stop_ids),
     ]
     if isinstance(config.data, FileDataConfig):

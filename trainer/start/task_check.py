@@ -265,28 +265,31 @@ def _longest_prompt(config: TrainConfig, directory: Path) -> int | None:
         return None
 
 
-def context_problems(config: TrainConfig, directory: Path, *, longest_prompt: int | None) -> Iterator[Problem]:
-    """Yield the problem of responses for which a prompt of `longest_prompt` tokens leaves no room in the context.
+def context_problems(
+    config: TrainConfig, directory: Path, *, longest_prompt: int | None, window: int | None = None
+) -> Iterator[Problem]:
+    """Yield the problem of responses for which a prompt of `longest_prompt` tokens leaves no room in the context, or in
+    the sliding `window` of the model's attention.
 
     None is a length that is not known, of at least a token. Nothing is yielded where the engine decides: with servers
     that run already, and with scaled positions.
     """
-    context = config.rollout.context_length(text_part(described(directory)))
+    context, what = config.rollout.context_length(text_part(described(directory))), "context"
+    if window is not None and not (isinstance(context, int) and context <= window):
+        context, what = window, "sliding window"
     tokens = {"sampling.max_new_tokens": config.sampling.max_new_tokens}
     tokens |= {"eval.max_new_tokens": config.eval.max_new_tokens} if config.eval.max_new_tokens is not None else {}
     for key, most in tokens.items():
         if not isinstance(context, int) or (longest_prompt or 1) + most <= context:
             continue
-        rule = f"must leave room for a prompt in the model's context of {context} tokens"
+        rule = f"must leave room for a prompt in the model's {what} of {context} tokens"
         remedy = f"Take {context} less the tokens of the longest prompt, which is not read yet."
         if longest_prompt is not None:
-            rule = f"must be <= {context - longest_prompt}: the model's context has {context} tokens, and prompts have "
+            rule = f"must be <= {context - longest_prompt}: the model's {what} has {context} tokens, and prompts have "
             rule += f"up to {longest_prompt} of them"
             remedy = "Or leave long prompts out (data.max_prompt_tokens, data.on_bad_row=skip)."
             if longest_prompt >= context:  # no response is short enough
-                rule = (
-                    f"must leave room for the prompts, which have up to {longest_prompt} tokens: the model's context "
-                )
+                rule = f"must leave room for the prompts, which have up to {longest_prompt} tokens: the model's {what} "
                 rule += f"has {context}"
                 remedy = f"Leave long prompts out with data.max_prompt_tokens={max(1, context - most)} "
                 remedy += "data.on_bad_row=skip, or take another model."
