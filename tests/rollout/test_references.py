@@ -43,7 +43,18 @@ SOLUTION = "We add the numbers.\nThen 3 + 4 = 7, so the sum is 7."
         (
             "math_dapo",
             ["34", r"\boxed{34}", "$34$", r"x = \frac12", "Evelyn", r"The answer is $\boxed{4}$."],
-            [SOLUTION, "7\n8", "x" * 301, r"\text{}", '["20"]', "The answer is 42.", '{"answer": 42}', "7. #### 7"],
+            [
+                SOLUTION,
+                "7\n8",
+                "x" * 301,
+                r"\text{}",
+                '["20"]',
+                "['20']",
+                "{'answer': 42}",
+                "The answer is 42.",
+                '{"answer": 42}',
+                "7. #### 7",
+            ],
         ),
     ],
 )
