@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from algorithms.config import TISConfig
 from rollout.config import Quantization
+from trainer.cli.parsers import PARSERS
 from trainer.cli.plan import render_plan
 from trainer.compose.catalog import RecipeCard, find_recipe, read_card, recipe_files
 from trainer.compose.compose import resolve
@@ -209,14 +210,16 @@ def test_a_wheel_trains_and_reports_outside_of_the_sources(tmp_path: Path) -> No
     assert str(ROOT) not in json.dumps(origin)
 
 
-def commands(guide: Path) -> Iterator[tuple[str, list[str]]]:
-    """(recipe, overrides) of every `parity train` with a recipe of the project in the code blocks of a guide."""
+def commands(guide: Path) -> Iterator[tuple[str, list[str], bool]]:
+    """(recipe, overrides, multirun) of every `parity train` with a recipe of the project in the code blocks of a guide."""
     for block in re.findall(r"^```\n(.*?)^```", guide.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         for line in block.replace("\\\n", " ").replace("$ parity", "parity").splitlines():
             if line.split()[:2] == ["parity", "train"]:
-                _, _, recipe, *words = shlex.split(line, comments=True)
+                parsed, problems = PARSERS["train"].read(shlex.split(line, comments=True)[2:])
+                assert not problems
+                recipe, *words = parsed.words
                 if recipe in RECIPES:
-                    yield recipe, [word for word in words if not word.startswith(("-", "resume="))]
+                    yield recipe, [word for word in words if not word.startswith("resume=")], parsed.multirun
 
 
 @pytest.mark.parametrize("guide", [guide for guide in GUIDES if any(commands(guide))], ids=lambda guide: guide.stem)
@@ -225,5 +228,5 @@ def test_the_commands_of_a_guide_are_accepted(guide: Path, tmp_path: Path, monke
         (tmp_path / name).write_text("{}")
     (tmp_path / "my_reward.py").write_text("def reward(response, answer):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path)
-    for recipe, words in commands(guide):
-        assert resolve(RECIPES[recipe], words, own_dir=None, multirun=False).problems == (), (recipe, words)
+    for recipe, words, multirun in commands(guide):
+        assert resolve(RECIPES[recipe], words, own_dir=None, multirun=multirun).problems == (), (recipe, words)
