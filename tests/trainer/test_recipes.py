@@ -211,10 +211,11 @@ def test_a_wheel_trains_and_reports_outside_of_the_sources(tmp_path: Path) -> No
 
 
 def commands(guide: Path) -> Iterator[tuple[str, list[str], bool]]:
-    """(recipe, overrides, multirun) of every `parity train` with a recipe of the project in the code blocks of a guide."""
+    """(recipe, overrides, multirun) of every `parity train` with a recipe of the project in the code blocks of a guide,
+    without those that a reader has to fill in: <run>."""
     for block in re.findall(r"^```\n(.*?)^```", guide.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         for line in block.replace("\\\n", " ").replace("$ parity", "parity").splitlines():
-            if line.split()[:2] == ["parity", "train"]:
+            if line.split()[:2] == ["parity", "train"] and "<" not in line:
                 parsed, problems = PARSERS["train"].read(shlex.split(line, comments=True)[2:])
                 assert not problems
                 recipe, *words = parsed.words
