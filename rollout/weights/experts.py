@@ -53,7 +53,9 @@ def mixture_of(text: Mapping[str, Any]) -> Mixture | None:
     number = next((text[name] for name in names if text.get(name)), None)
     per_token, dense_layers = text.get("num_experts_per_tok"), text.get("first_k_dense_replace") or 0
     if not isinstance(number, int) or not isinstance(per_token, int):
-        raise ValueError(f"config.json does not say one of {', '.join(names)}, and num_experts_per_tok")
+        raise ValueError(f"a {text['model_type']} needs one of {', '.join(names)}, and num_experts_per_tok")
+    if not 0 < per_token <= number:
+        raise ValueError(f"num_experts_per_tok={per_token} must be 1 to {number}, the number of experts of a layer")
     return Mixture(number, per_token, dense_layers)
 
 

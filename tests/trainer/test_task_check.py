@@ -476,6 +476,10 @@ def add_expert(directory: Path) -> None:
             lambda path: edit_config(path, model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"}),
             r"must be of another family: its attention has sinks.* got 'gpt_oss'",
         ),
+        (
+            lambda path: edit_config(path, model_type="qwen3_moe", num_experts=2, num_experts_per_tok=4),
+            r"whose files can be read.* num_experts_per_tok=4 must be 1 to 2, the number of experts of a layer",
+        ),
         (save_in_one_file_beside_several, r"two sets of weights; remove the older one"),
         (
             lambda path: (path / "adapter_config.json").write_text("{}"),

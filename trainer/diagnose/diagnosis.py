@@ -149,7 +149,8 @@ def _routing(scorer: LogprobScorer, base: Scoring, settings: Settings, notes: li
         scorer.take_routes(engine.body)
         notes.append(
             "the engine's choice of experts was not written down: it is estimated by reading the tokens again as the "
-            "engine is said to compute"
+            "engine is said to compute. What is not explained may be this choice too: a step with "
+            "policy.routing=replay and dump.every=1 would tell"
         )
     return routing_part(scorer, base, is_replayed=settings.replays_routes, is_recorded=is_recorded)
 

@@ -155,6 +155,7 @@ def _stored(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, tuple[int,
         missing = [name for name in WIDTHS if text.get(name) is None]
         if missing:
             raise UnknownShapeError(f"{CONFIG_FILE} has no {', '.join(missing)}")
+        mixture_of(text)  # raises for experts that no layer can have
         try:
             return text, tensor_shapes(directory)
         except FileNotFoundError:

@@ -13,7 +13,7 @@ from typing import Any
 
 from algorithms.config import Problem
 from rollout.similar_file import similar_directory
-from rollout.weights.experts import EXPERT_NAME, FAMILIES
+from rollout.weights.experts import EXPERT_NAME, FAMILIES, mixture_of
 from rollout.weights.files import INDEX_FILE, tensor_shapes
 from trainer.limits.model_shape import CONFIG_FILE, UnknownShapeError, layer_of, model_directory, text_part
 from trainer.rundir.weights_source import ADAPTER_CONFIG
@@ -116,6 +116,10 @@ def broken_file(directory: Path) -> str:
             return f"{name}: weight_map must be a JSON object, got {_kind(found.get('weight_map'))}"
         if name == CONFIG_FILE and not isinstance(found.get("text_config") or {}, dict):
             return f"{name}: text_config must be a JSON object, got {_kind(found['text_config'])}"
+        try:
+            mixture_of(text_part(found) if name == CONFIG_FILE else {})
+        except ValueError as error:
+            return f"{name}: {error}"
         for key, dtype in ((key, found.get(key)) for key in DTYPE_KEYS if name == CONFIG_FILE):
             if isinstance(dtype, str) and (dtype == "auto" or not dtype.isidentifier()):
                 return f"{name}: {key} must be the name of a type, such as bfloat16, got {dtype!r}"
