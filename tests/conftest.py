@@ -110,6 +110,12 @@ def base_model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         yield cache
 
 
+@pytest.fixture
+def no_cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model is cached: a dry run then reads no prompts, of which an invented checkpoint knows nothing."""
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="module")
 def local_ray(base_model_cache: Path) -> Iterator[None]:
     """Ray for the runs of one file inside this process: starting it once saves most of the time of a short run.

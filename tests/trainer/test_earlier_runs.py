@@ -31,10 +31,7 @@ def leave_run(directory: Path, *, steps: int = 1) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"started_at": directory.name}))
 
 
-@pytest.fixture
-def no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is still to be made, so that a dry run reads no prompts, which the checkpoints here know nothing of."""
-    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("no_cached_model")
 
 
 @pytest.mark.scenario(13)
@@ -133,7 +130,6 @@ def test_resume_auto_passes_over_copies_of_older_runs(
     assert f"{outputs}/a_new_name: metrics.jsonl" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("no_model")
 def test_a_dry_run_says_what_it_would_go_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,7 +210,6 @@ def test_another_seed_ends_a_resume_before_anything_is_written(
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.usefixtures("no_model")
 @pytest.mark.scenario(3)
 @pytest.mark.scenario(5)
 @pytest.mark.parametrize("damage", ["cut", "another value", "no manifest"])

@@ -44,6 +44,8 @@ from trainer.tracking.console import Console
 from trainer.tracking.samples import SampleRow
 from trainer.tracking.tracker import Tracker
 
+pytestmark = pytest.mark.usefixtures("no_cached_model")
+
 
 def sample_row(response: str) -> SampleRow:
     return SampleRow(

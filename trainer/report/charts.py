@@ -112,7 +112,7 @@ def _figure(chart: Chart, sources: Mapping[str, ColumnDataSource], steps: Range1
         x_range = _fixed_range(*chart.x.between)
     elif chart.x is not None:
         x_range = DataRange1d(only_visible=True, range_padding=0.03)
-    made: Any = figure(
+    made = figure(
         name=chart.id, x_range=x_range, y_range=y_range, y_axis_type="log" if chart.log else "linear",
         height=_CELLS_HEIGHT if cells else _HEIGHT, sizing_mode="stretch_width", tools="xbox_zoom",
         toolbar_location=None, window_axis="x" if chart.x is None else "none", min_border_left=8, min_border_right=10,
@@ -124,8 +124,6 @@ def _figure(chart: Chart, sources: Mapping[str, ColumnDataSource], steps: Range1
     for index, series in enumerate(chart.series):
         _draw_series(made, chart, series, sources[series.table], name=f"{chart.id}/{index}")
     made.title.update(text=f"{chart.title}{f', {chart.unit}' if chart.unit else ''}", visible=False)
-    for legend in made.legend:  # the page has its own; a saved picture shows title and legend
-        legend.update(name=f"{chart.id}/legend", visible=False, location="top_left", background_fill_alpha=0.6)
     return made
 
 
@@ -223,7 +221,7 @@ def _draw_series(made: Any, chart: Chart, series: Series, source: ColumnDataSour
         case ChartKind.stack:
             made.quad(
                 left="step:left", right="step:right", bottom=f"{series.key}:bottom", top=f"{series.key}:top",
-                source=source, name=name, line_color=None, fill_color=colour, legend_label=series.label,
+                source=source, name=name, line_color=None, fill_color=colour,
             )  # fmt: skip
         case ChartKind.bars:
             assert chart.x is not None, "bars stand on an axis of their own"
@@ -231,7 +229,7 @@ def _draw_series(made: Any, chart: Chart, series: Series, source: ColumnDataSour
             offset = (chart.series.index(series) - (len(chart.series) - 1) / 2) * width
             made.vbar(
                 x=dodge(chart.x.column, offset), width=0.92 * width, top=series.key, source=source, name=name,
-                line_color=None, fill_color=colour, legend_label=series.label,
+                line_color=None, fill_color=colour,
             )  # fmt: skip
         case ChartKind.cells:
             _cells(made, series, source, name=name)
@@ -240,7 +238,7 @@ def _draw_series(made: Any, chart: Chart, series: Series, source: ColumnDataSour
 def _curve(made: Any, x: str, series: Series, source: ColumnDataSource, *, name: str) -> None:
     """A line; the thin line of the values under it if the table has their moving mean; a band if it has a range."""
     key, colour = series.key, _colour(f"s{series.slot}")
-    style: dict[str, Any] = {"source": source, "line_color": colour, "legend_label": series.label}
+    style: dict[str, Any] = {"source": source, "line_color": colour}
     if series.spread:
         band = {"source": source, "name": f"{name}/spread", "fill_color": colour, "fill_alpha": 0.16}
         made.varea(x, f"{key}:low", f"{key}:high", **band)

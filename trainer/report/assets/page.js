@@ -114,10 +114,21 @@
     };
     const isShown = (button) => button.getAttribute("aria-pressed") === "true";
 
+    // Made when a chart is saved: the legends of all charts would be a quarter of what it takes to draw the page.
+    const legendOf = async (card) => {
+      const name = `${card.dataset.chart}/legend`, { Legend, LegendItem } = Bokeh.Models;
+      if (model(name) !== null) return model(name);
+      const said = (button) => [...button.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE).map((node) => node.data).join("").trim();
+      const items = buttonsOf(card).map((button) => new LegendItem({ label: { value: said(button) }, renderers: glyphs(button).slice(0, 1) }));
+      const legend = new Legend({ name, items, location: "top_left", background_fill_alpha: 0.6 });
+      model(card.dataset.chart).add_layout(legend);
+      while (Bokeh.index.find_one(legend) === null) await new Promise((made) => setTimeout(made, 20));
+      return legend;
+    };
     // The chart as a file, with the title and the legend that the page shows beside it.
     const save = async (card) => {
       const id = card.dataset.chart, view = Bokeh.index.find_one(model(id));
-      const shown = [model(id).title, model(`${id}/legend`)].filter((one) => one !== null);
+      const shown = [model(id).title, ...(card.dataset.kind === "cells" ? [] : [await legendOf(card)])];
       for (const one of shown) one.visible = true;
       view.invalidate_layout();
       await new Promise((drawn) => setTimeout(drawn, 200));
