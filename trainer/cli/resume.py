@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from trainer.rundir.run_dir import (
     with_changed_files,
 )
 from trainer.text.redact import REDACTED
-from trainer.text.yaml_text import load_yaml
+from trainer.text.yaml_text import leaves, load_yaml
 
 COMMAND = "parity resume"
 TIME_NAME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
@@ -64,7 +64,8 @@ def recorded_recipe(run_dir: Path, overrides: Sequence[str]) -> Iterator[Path | 
         return
     names = [word.partition("=")[0] for word in overrides]
     record = {section: values for section, values in record.items() if section not in GROUPS or section not in names}
-    missing = [key for key in _redacted(record) if key not in [name.lstrip("+") for name in names]]
+    redacted = [".".join(path) for path, value in leaves(record) if isinstance(value, str) and REDACTED in value]
+    missing = [key for key in redacted if key not in [name.lstrip("+") for name in names]]
     if missing:
         remedy = f"Add {' '.join(f'{key}=...' for key in missing)}."
         yield Problem(
@@ -146,11 +147,3 @@ def earlier_run(resolution: Resolution) -> Path | None:
         return first_start(path) or "", TIME_NAME.fullmatch(path.name) is not None, path.name
 
     return max(begun or runs, key=age, default=None)
-
-
-def _redacted(node: object, key: str = "") -> list[str]:
-    """Dotted keys of the values that were redacted because they are secret."""
-    if isinstance(node, Mapping):
-        found = [(f"{key}.{name}" if key else str(name), value) for name, value in node.items()]
-        return [inner for name, value in found for inner in _redacted(value, name)]
-    return [key] if isinstance(node, str) and REDACTED in node else []

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.compose.peers import Settings, arithmetic
-from trainer.text.yaml_text import load_yaml
+from trainer.text.yaml_text import leaves, load_yaml
 
 _COMMANDS = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
 _INNER = r"(?:[^{}]|\$\{(?:[^{}]|\$\{[^{}]*\})*\})*"
@@ -40,16 +40,8 @@ def read_script(path: Path) -> Settings:
     if path.suffix == ".py":
         return dict(_of_python(ast.parse(text)))
     if path.suffix in (".yaml", ".yml"):
-        return dict(_leaves(load_yaml(text), ""))
+        return {".".join(keys): value for keys, value in leaves(load_yaml(text)) if keys and value != {}}
     return max(map(_of_words, _bash_commands(text)), key=len, default={})
-
-
-def _leaves(node: object, prefix: str) -> Iterator[tuple[str, object]]:
-    for key, value in node.items() if isinstance(node, dict) else ():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _of_python(tree: ast.Module) -> Iterator[tuple[str, object]]:

@@ -10,7 +10,7 @@ module does not depend on Hydra.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar, get_type_hints
 
@@ -27,6 +27,7 @@ from trainer.compose.choices import custom_kind, holds_list, own_choice, own_cla
 from trainer.compose.home import expand_homes
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.rundir.provenance import escaped
+from trainer.text.yaml_text import leaves
 
 HYDRA_KEY = "hydra"
 Config = TypeVar("Config", bound=Checked)
@@ -54,7 +55,7 @@ def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig, lis
             setattr(config, name, read_section(kind, root._get_node(name), [name], kinds, found))
     for name in map(str, root):
         if name not in kinds and name != HYDRA_KEY:
-            for path, value in _leaves([name], _plain(root, name)):
+            for path, value in leaves(_plain(root, name), [name]):
                 found.append(keys.unknown_section(path, value, kinds))
     for name in GROUPS:
         section = getattr(config, name)
@@ -85,7 +86,7 @@ def read_section(kind: type[Config], node: object, path: list[str], kinds: keys.
     hints, names = get_type_hints(kind), keys.field_names(kind)
     for name in map(str, values):
         if name not in names:
-            for leaf, value in _leaves([*path, name], _plain(values, name)):
+            for leaf, value in leaves(_plain(values, name), [*path, name]):
                 found.append(keys.unknown_key(leaf, len(path), value, kind, kinds))
     for spec in fields(kind):  # type: ignore[arg-type]
         hint, inner = hints[spec.name], [*path, spec.name]
@@ -153,7 +154,7 @@ def _value(
     except OmegaConfBaseException:
         if isinstance(value, dict) and value:
             rule = f"is not a key: {key} is a single value"
-            found += [Problem(key=".".join(leaf), rule=rule, value=v) for leaf, v in _leaves(path, value)]
+            found += [Problem(key=".".join(leaf), rule=rule, value=v) for leaf, v in leaves(value, path)]
         else:
             found.append(keys.wrong_value(key, value, hint, default=default))
         return default
@@ -204,15 +205,6 @@ def _function_problems(config: TrainConfig) -> Iterator[Problem]:
         close = keys.nearest(function, RULES)
         meant = f"Did you mean reward.function={close}?" if close else similar_custom(function)
         yield config.broken("reward.function", rule, meant)
-
-
-def _leaves(path: list[str], value: object) -> Iterator[tuple[list[str], object]]:
-    """Path and value of every leaf below an unknown key."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _leaves([*path, str(name)], inner)
-    else:
-        yield path, value
 
 
 def _container(value: object) -> object:

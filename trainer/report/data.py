@@ -25,7 +25,7 @@ from trainer.rundir.run_dir import (
     STATUS_FILE,
     earlier_configs,
 )
-from trainer.text.yaml_text import load_yaml
+from trainer.text.yaml_text import leaves, load_yaml
 from trainer.tracking.operations import Operations, load_operations
 
 Row = Mapping[str, Any]
@@ -152,13 +152,7 @@ def group_members(config: Row) -> dict[str, str]:
 
 def flat_config(config: Row) -> dict[str, str]:
     """Dotted key -> value as text; `defaults` is left out."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= {f"{key}.{name}": text for name, text in flat_config(value).items()}
-        elif key != "defaults":
-            flat[str(key)] = plain(value)
-    return flat
+    return {".".join(path): plain(value) for path, value in leaves(config) if path and path[-1] != "defaults"}
 
 
 def settings(config: Row) -> dict[str, str]:

@@ -28,6 +28,7 @@ from trainer.rundir.model_mark import model_mark
 from trainer.rundir.provenance import config_record, group_choices
 from trainer.rundir.run_dir import StartError, has_checkpoint, needs_no_step
 from trainer.rundir.sealed_directory import SealError
+from trainer.text.yaml_text import leaves
 
 FIXED = ("model", "data", "run.seed")
 """Keys and sections that must not change: with another value the run would be another run."""
@@ -193,18 +194,8 @@ def changed_keys(saved: Mapping[str, object], config: TrainConfig) -> dict[str, 
 
 def flat_config(config: TrainConfig) -> dict[str, object]:
     """The config as JSON values by dotted key, secrets redacted; the key of a group holds its choice."""
-    flat: dict[str, object] = dict(group_choices(config))
-
-    def walk(key: str, value: object) -> None:
-        if isinstance(value, Mapping):
-            for name, member in value.items():
-                walk(f"{key}.{name}", member)
-        else:
-            flat[key] = value
-
-    for section, values in config_record(config).items():
-        walk(section, values)
-    return flat
+    values = {".".join(path): value for path, value in leaves(config_record(config)) if value != {}}
+    return {**group_choices(config), **values}
 
 
 def _is_fixed(key: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -42,6 +43,15 @@ def load_yaml(text: str) -> Any:
         raise ValueError(f"it is not YAML that can be read: {type(error).__name__}: {reason}") from error
     finally:
         loader.dispose()
+
+
+def leaves(value: object, path: Sequence[str] = ()) -> Iterator[tuple[list[str], object]]:
+    """Path and value of every leaf below `path` in nested mappings; an empty mapping is a leaf."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from leaves(inner, [*path, str(name)])
+    else:
+        yield [*path], value
 
 
 def _count(node: yaml.Node, counted: dict[int, int], *, depth: int) -> int:
