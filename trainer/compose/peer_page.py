@@ -11,11 +11,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from algorithms.config.rules import as_yaml, describe
-from trainer.compose.peers import as_text, is_words, peers
-from trainer.compose.port import translated
+from algorithms.config.rules import as_yaml
+from trainer.compose.peers import as_text, parted, peers
+from trainer.compose.port import own_defaults, translated
 from trainer.config.paths import MAIN_CONFIG, config_dir
-from trainer.config.train import GROUPS, TrainConfig
 from trainer.text.yaml_text import load_yaml
 
 BEGIN = "## Defaults that differ\n"
@@ -37,11 +36,7 @@ def generated() -> str:
 
 def _different() -> Iterator[str]:
     """Yield a row for each default of another trainer whose words say something else than Parity's own defaults."""
-    kinds = [
-        ("", TrainConfig),
-        *((f"{group}.", kind) for group in GROUPS for kind in reversed([*GROUPS[group].values()])),
-    ]
-    ours = {each.key: as_yaml(each.default) for prefix, kind in kinds for each in describe(kind, prefix=prefix)}
+    ours = {key: as_yaml(default) for key, default in own_defaults().items()}
     for entry in load_yaml((config_dir() / f"{MAIN_CONFIG}.yaml").read_text(encoding="utf-8"))["defaults"]:
         ours |= entry if isinstance(entry, dict) else {}
     for peer in peers().values():
@@ -57,8 +52,8 @@ def _rows(keys: Mapping[str, Mapping[str, str]]) -> str:
     lines = []
     for key, answers in keys.items():
         for value, text in answers.items():
-            words, _, said = text.rpartition(" | ") if is_words(text) and " | " in text else ("", "", text)
-            here = f"`{words}`; {said}" if words else f"`{said}`" if is_words(said) else said
+            words, said = parted(text)
+            here = "; ".join([f"`{words}`"] * bool(words) + [said] * bool(said))
             cells = (f"`{key}`", "" if value == ".*" else f"`{value}`", here)
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n")
     return "".join(lines)

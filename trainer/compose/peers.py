@@ -107,8 +107,7 @@ class Peer:
             matched = [re.fullmatch(regex, text, re.IGNORECASE) for regex, text in wanted]
             if all(matched):
                 groups = {k: v for match in matched if match for k, v in match.groupdict().items()}
-                words, _, said = answer.rpartition(" | ") if is_words(answer) else ("", "", answer)
-                words, said = (words, said) if words or not is_words(said) else (said, "")
+                words, said = parted(answer)
                 return Answer(words=tuple(self._filled(words, value, groups, settings).split()), said=said)
         return None
 
@@ -173,6 +172,12 @@ def peer_names(trainer: str, key: str) -> list[str]:
 def is_words(text: str) -> bool:
     """True if an answer begins with words of the command line."""
     return all(re.match(r"\+?[a-z_][\w.]*=", word) for word in _HOLE.sub("x", text).split(" | ")[0].split())
+
+
+def parted(answer: str) -> tuple[str, str]:
+    """(Words of the command line, sentence) of an answer; either may be empty."""
+    words, _, said = answer.rpartition(" | ") if is_words(answer) else ("", "", answer)
+    return (words, said) if words or not is_words(said) else (said, "")
 
 
 def as_text(value: object) -> str:

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-from algorithms.config.rules import Description, describe
-from rollout.config import SamplingConfig
-from rollout.task_config import FileDataConfig
+from algorithms.config.rules import describe
 from trainer.compose.peers import Peer, Settings, as_text, peers
 from trainer.config.train import GROUPS, TrainConfig
-from trainer.config.training import BatchConfig
 
 ALWAYS = ("model=hf", "data=file")
 """Choices that every recipe of a script makes."""
-
-_SECTIONS = {"data": FileDataConfig, "sampling": SamplingConfig, "batch": BatchConfig}
-_DEFAULTS = {each.key: each.default for name, kind in _SECTIONS.items() for each in describe(kind, prefix=f"{name}.")}
 LONGEST = ("data.max_prompt_tokens", "sampling.max_new_tokens", "batch.max_tokens_per_microbatch")
 """The first two must fit into the third."""
 
 
 def peer_of(settings: Settings) -> Peer:
     """The trainer that knows the most of the keys."""
-    return max(peers().values(), key=lambda peer: sum(_exact(peer, key) for key in settings))
+
+    def known(peer: Peer) -> float:
+        paths = [key.split(".") for key in settings]
+        return sum(1 - row[0] / len(path) / 2 for path in paths if (row := peer.row(path)))
+
+    return max(peers().values(), key=known)
 
 
-def _exact(peer: Peer, key: str) -> float:
-    """How much of a key the row of a trainer names, 0 to 1."""
-    path = key.split(".")
-    row = peer.row(path)
-    return 0 if row is None else 1 - row[0] / len(path) / 2
+def own_defaults() -> dict[str, object]:
+    """Key of Parity -> default; of a key that several options of a group have, that of the first of them."""
+    options = [(f"{group}.", kind) for group in GROUPS for kind in reversed([*GROUPS[group].values()])]
+    kinds: list[tuple[str, type]] = [("", TrainConfig), *options]
+    return {each.key: each.default for prefix, kind in kinds for each in describe(kind, prefix=prefix)}
 
 
 def ported(settings: Settings, peer: Peer, *, source: str) -> str:
@@ -41,7 +39,25 @@ def ported(settings: Settings, peer: Peer, *, source: str) -> str:
     found, notes = translated(settings, peer)
     for each in found.values():
         words |= dict(word.lstrip("+").split("=", 1) for word in each)
-    return _recipe(words, notes, source=f"{source} ({peer.about})")
+    defaults = own_defaults()
+    prompt, response, both = (int(words.get(key, as_text(defaults[key]))) for key in LONGEST)
+    if prompt + response > both:
+        words[LONGEST[-1]] = str(prompt + response)
+    chosen = [{f"override /{group}": words[group]} for group in GROUPS if group in words]
+    tree: dict[str, Any] = {}
+    texts = {each.key for each in describe(TrainConfig) if isinstance(each.default, str)}
+    for key, value in words.items():
+        if key not in GROUPS:
+            *sections, name = key.split(".")
+            holder = tree
+            for section in sections:
+                holder = holder.setdefault(section, {})
+            holder[name] = value if key in texts else _parsed(value)
+    head = yaml.safe_dump({"defaults": ["/train", *chosen, "_self_"]}, sort_keys=False)
+    body = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110)
+    said = "".join(f"{note}\n" for note in ["", *notes]) if notes else ""
+    title = f"# Question: What does {source} ({peer.about}) do here?\n# Verified: no, written by parity port\n"
+    return f"{title}{head}\n{body}{said}"
 
 
 def translated(settings: Settings, peer: Peer) -> tuple[dict[str, tuple[str, ...]], list[str]]:
@@ -67,31 +83,6 @@ def translated(settings: Settings, peer: Peer) -> tuple[dict[str, tuple[str, ...
 
 def _same(key: str, given: str) -> bool:
     return key == given or key.endswith(f".{given}") or given.endswith(f".{key}")
-
-
-def _recipe(words: Mapping[str, str], notes: list[str], *, source: str) -> str:
-    words = dict(words)
-    prompt, response, both = (int(words.get(key, as_text(_DEFAULTS[key]))) for key in LONGEST)
-    if prompt + response > both:
-        words[LONGEST[-1]] = str(prompt + response)
-    chosen = [{f"override /{group}": words[group]} for group in GROUPS if group in words]
-    tree: dict[str, Any] = {}
-    texts = {each.key for each in describe(TrainConfig) if _is_text(each)}
-    for key, value in words.items():
-        if key not in GROUPS:
-            *sections, name = key.split(".")
-            holder = tree
-            for section in sections:
-                holder = holder.setdefault(section, {})
-            holder[name] = value if key in texts else _parsed(value)
-    head = yaml.safe_dump({"defaults": ["/train", *chosen, "_self_"]}, sort_keys=False)
-    body = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110)
-    said = "".join(f"{note}\n" for note in ["", *notes]) if notes else ""
-    return f"# Question: What does {source} do here?\n# Verified: no, written by parity port\n{head}\n{body}{said}"
-
-
-def _is_text(described: Description) -> bool:
-    return isinstance(described.default, str)
 
 
 def _parsed(value: str) -> object:
