@@ -112,7 +112,7 @@ def _figure(chart: Chart, sources: Mapping[str, ColumnDataSource], steps: Range1
         x_range = _fixed_range(*chart.x.between)
     elif chart.x is not None:
         x_range = DataRange1d(only_visible=True, range_padding=0.03)
-    made = figure(
+    made: Any = figure(
         name=chart.id, x_range=x_range, y_range=y_range, y_axis_type="log" if chart.log else "linear",
         height=_CELLS_HEIGHT if cells else _HEIGHT, sizing_mode="stretch_width", tools="xbox_zoom",
         toolbar_location=None, window_axis="x" if chart.x is None else "none", min_border_left=8, min_border_right=10,
