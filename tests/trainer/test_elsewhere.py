@@ -17,7 +17,16 @@ from rollout.sglang.config import SGLangConfig
 from trainer.cli.commands import run
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
-from trainer.limits.elsewhere import FAST, MEANS, SLOW, StepSeconds, at_a_time, spread, step_seconds
+from trainer.limits.elsewhere import (
+    FAST,
+    MEANS,
+    SLOW,
+    StepSeconds,
+    at_a_time,
+    elsewhere_problems,
+    spread,
+    step_seconds,
+)
 from trainer.limits.gpus import GPUS, Gpus, gpus_named
 from trainer.limits.memory_plan import memory_plan
 
@@ -168,18 +177,41 @@ def test_a_wrong_name_is_refused_and_too_few_gpus_are_told(tmp_path: Path, capsy
     words = ["train", "dapo_qwen2.5_7b", f"model.path={write_config(DENSE, tmp_path)}", *DATA, "--on"]
     assert run([*words, "8xH1000"]) == 2
     assert "--on must be a number of GPUs, x, and their name, got '8xH1000'" in capsys.readouterr().err
-    assert run([*words, "4xH100-80GB"]) == 0
-    assert "needs 4 CPU and 8 GPU; 4 x H100-80GB of 79.6 GiB are elsewhere: IT DOES NOT FIT" in capsys.readouterr().out
+    assert run([*words, "4xH100-80GB"]) == 2
+    shown, refused = capsys.readouterr()
+    assert "needs 4 CPU and 8 GPU; 4 x H100-80GB of 79.6 GiB are elsewhere: IT DOES NOT FIT" in shown
+    assert "--on must name at least the 8 GPUs of the run, got '4xH100-80GB'" in refused
     assert run([*words, "8xRTX-4090-24GB"]) == 0
     shown = capsys.readouterr().out
     assert "the rank alone" in shown and "WHICH MAY NOT FIT" in shown
     assert run([*words, "8xH100-80GB", "optim.lr=-1"]) == 2 and "optim.lr" in capsys.readouterr().err
-    assert run(["train", "arithmetic_grpo", "--on", "1xH100-80GB"]) == 0
-    assert not re.search(r"^(cache|time|assumed)", capsys.readouterr().out, re.MULTILINE), "it uses no GPU"
+    assert run(["train", "arithmetic_grpo", "--on", "1xH100-80GB"]) == 2
+    shown, refused = capsys.readouterr()
+    assert not re.search(r"^(cache|time|assumed)", shown, re.MULTILINE), "it uses no GPU"
+    assert "policy.gpus_per_worker must be above 0 for a run on H100-80GB" in refused
 
 
 def test_a_cache_without_room_is_told(tmp_path: Path) -> None:
     config = planned(tmp_path, DENSE)
     assert isinstance(config.rollout, SGLangConfig)
     config.rollout.engine_args = {"mem_fraction_static": 0.1}
-    assert at_a_time(config, memory_plan(config, device_bytes=80 * 2**30), 5120) == (0, 0)
+    gpus = GPUS["H100-80GB"]._replace(name="H100-80GB", number=8)
+    plan = memory_plan(config, device_bytes=gpus.memory)
+    assert at_a_time(config, plan, 5120) == (0, 0)
+    # Weights of 7.6 billion parameters in 16 bits; a tenth of 79.6 GiB.
+    [problem] = elsewhere_problems(config, plan, gpus)
+    assert "the weights take 14.2 GiB of the 7.96 GiB that an engine has" in problem.rule
+    config.rollout.engine_args = {"mem_fraction_static": 0.8}
+    plan = memory_plan(config, device_bytes=gpus.memory)
+    assert list(elsewhere_problems(config, plan, gpus)) == []
+    [problem] = elsewhere_problems(config, plan, gpus._replace(memory_mib=4096))
+    assert problem.key == "policy.num_workers" and "a rank needs 14.2 GiB at any length" in problem.rule
+
+
+def test_an_engine_holds_no_more_than_it_samples_at_once() -> None:
+    few, all_of_them = (
+        memory_plan(config_of("rollout=torch", f"rollout.max_batch_size={slots}"), device_bytes=None).engine
+        for slots in (16, 10_000)
+    )
+    assert few is not None and all_of_them is not None
+    assert all_of_them.kv_cache == 128 / 16 * few.kv_cache, "128 samples of a step"

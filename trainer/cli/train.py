@@ -23,7 +23,9 @@ from trainer.compose.compose import resolve, tree_text
 from trainer.compose.outcome import DONE, refuse, report
 from trainer.config.paths import recipe_dir
 from trainer.config.training import HFModelConfig
+from trainer.limits.elsewhere import elsewhere_problems
 from trainer.limits.gpus import Gpus
+from trainer.limits.memory_plan import memory_plan
 from trainer.rundir.run_dir import CONFIG_FILE
 from trainer.start.task_check import missing_model_problems
 from trainer.text.plain import to_stderr, to_stdout
@@ -101,7 +103,9 @@ def _plan_elsewhere(
     if problems:
         return report(problems, command=command)
     to_stdout(render_plans(resolution, data=[], gpus=gpus))
-    return DONE
+    plans = {config.run.dir: (config, memory_plan(config, device_bytes=gpus.memory)) for config in configs}
+    found = [problem for config, plan in plans.values() for problem in elsewhere_problems(config, plan, gpus)]
+    return report(found, command=command) if found else DONE
 
 
 def _show(recipe: Path, arguments: RecipeArguments, problems: list[Problem], *, command: str) -> int:

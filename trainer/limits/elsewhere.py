@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from algorithms.config import Problem
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
@@ -121,6 +122,30 @@ def step_seconds(config: TrainConfig, plan: MemoryPlan, gpus: Gpus, mean: float,
 
 def _range(fast: float, slow: float) -> str:
     return f"{fast:.2g} to {slow:.2g} s" if slow < 90 else f"{duration(fast)} to {duration(slow)}"
+
+
+def elsewhere_problems(config: TrainConfig, plan: MemoryPlan, gpus: Gpus) -> Iterator[Problem]:
+    """Yield what of a run does not fit on `gpus`; nothing of a model whose size is unknown."""
+    policy, rollout = config.policy, config.rollout
+    if not (policy.gpus_per_worker and rollout.gpus_per_engine):
+        rule = f"must be above 0 for a run on {gpus.name}: ranks and engines without a GPU compute on the host"
+        key = "rollout.gpus_per_engine" if policy.gpus_per_worker else "policy.gpus_per_worker"
+        yield config.broken(key, rule, "policy.gpus_per_worker=0.5 rollout.gpus_per_engine=0.5 share a GPU.")
+        return
+    if config.num_gpus > gpus.number:
+        rule = f"must name at least the {config.num_gpus:g} GPUs of the run"
+        yield Problem(key="--on", rule=rule, value=f"{gpus.number}x{gpus.name}", remedy="Or give it fewer workers.")
+    if plan.rank is None or plan.engine is None:
+        return
+    if plan.rank.held > gpus.memory:
+        rule = f"must be higher: a rank needs {size(plan.rank.held)} at any length, and a GPU has {size(gpus.memory)}"
+        yield config.broken("policy.num_workers", rule, "More ranks hold less each. Or set policy.offload=optimizer.")
+    if not plan.cache_tokens:
+        weights = size(plan.engine.weights // rollout.tp_size)
+        have = size(rollout.static_bytes(gpus.memory, sleeps=plan.takes_turns))
+        rule = f"must leave room for a cache: the weights take {weights} of the {have} that an engine has of each GPU"
+        remedy = "Spread an engine over more GPUs (tp_size of rollout.engine_args), or give it more of each "
+        yield config.broken("rollout.gpus_per_engine", rule, f"{remedy}(mem_fraction_static there).")
 
 
 def elsewhere_lines(config: TrainConfig, plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[str, str]]:

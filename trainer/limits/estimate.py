@@ -291,7 +291,7 @@ def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
     """Bytes of one rollout engine."""
     rollout, number_bytes = config.rollout, DTYPE_BYTES[config.rollout.dtype]
     samples = math.ceil(config.batch.samples_per_step / rollout.num_engines)
-    tokens = samples * batch_shape(config).tokens_per_sample
+    tokens = min(samples, rollout.max_running or samples) * batch_shape(config).tokens_per_sample
     # A choice is the number of an expert, and with Routing.weights that of its factor.
     numbers = {Routing.live: 0, Routing.replay: 1, Routing.weights: 2}[config.policy.routing]
     return EngineMemory(

@@ -48,6 +48,6 @@ def gpus_named(text: str, *, flag: str) -> Gpus | Problem:
     """The GPUs that a word such as 8xH100-80GB names; the Problem of another word after `flag`."""
     match = re.fullmatch(r"([1-9]\d{0,4})x(.+)", text)
     if match is None or (gpu := GPUS.get(match[2])) is None:
-        remedy = f"For example 8xH100-80GB; there are {', '.join(GPUS)}."
+        remedy = f"For example 8xH100-80GB, or 16xH100-80GB for two machines of 8; there are {', '.join(GPUS)}."
         return Problem(key=flag, rule="must be a number of GPUs, x, and their name", value=text, remedy=remedy)
     return gpu._replace(name=match[2], number=int(match[1]))

@@ -45,7 +45,12 @@ SAVING_KEYS = (
     "batch.max_tokens_per_microbatch, sampling.max_new_tokens, rollout.num_engines or policy.num_workers, or set "
     "policy.activation_checkpoint_every=1 or policy.dtype=bfloat16"
 )
-"""Keys that lower the memory that a device needs for a run."""
+"""Keys that lower the memory of the host that a run without GPUs needs."""
+RANK_KEYS = (
+    "lower batch.max_tokens_per_microbatch or sampling.max_new_tokens, raise policy.num_workers, or set "
+    "policy.activation_checkpoint_every=1 or policy.offload=optimizer"
+)
+"""What lowers the memory of its GPU that a rank needs."""
 GPU_HOST_KEYS = (
     "policy.num_workers or rollout.num_engines, or set policy.offload=none, checkpoint.asynchronous=false or "
     "cluster.residency=never"
@@ -191,7 +196,7 @@ class MemoryPlan:
             room = f"{USABLE:.0%} of {size(device_bytes)}"
             reason = f"rank and engine need {size(alone + (self.engine_bytes or 0))} of {room}"
             if self.takes_turns and alone + CONTEXT_BYTES > USABLE * device_bytes:  # what the engine keeps asleep
-                reason += f", the rank alone {size(alone + CONTEXT_BYTES)}, WHICH MAY NOT FIT: lower {SAVING_KEYS}"
+                reason += f", the rank alone {size(alone + CONTEXT_BYTES)}, WHICH MAY NOT FIT: {RANK_KEYS}"
         if self.takes_turns:
             return f"one side sleeps while the other works: {reason}; {setting}"
         return f"both fit, nothing sleeps: {reason}; {setting}"
@@ -222,7 +227,7 @@ class MemoryPlan:
         )
         yield (
             f"each of {counted(self.config.rollout.num_engines, 'engine')}: weights {size(engine.weights)} "
-            f"+ KV cache {size(engine.kv_cache)} if all its samples were at the cap at once"
+            f"+ KV cache {size(engine.kv_cache)} if all that it samples at once were at the cap"
         )
         if engine.route_bytes:
             yield (
