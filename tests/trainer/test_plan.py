@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def test_batch_arithmetic_by_hand(tmp_path: Path) -> None:
     assert shape.microbatches == 3
     text = plan(config)
     assert "12 prompts x 5 samples = 60 samples per step" in text
+    assert re.search(r"^reward +exact_match$", text, re.MULTILINE)
     assert "3 optimizer steps per rollout, 4 prompts = 20 samples each; 40 steps = 120 optimizer steps" in text
     assert "at the cap 100 + 200 tokens per sample, 18,000 per step; 3 micro-batches of at most 1,000 tokens" in text
 

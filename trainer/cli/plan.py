@@ -62,6 +62,7 @@ def _facts(config: TrainConfig, machine: Machine | Gpus, output_dir: Path) -> It
     yield "model", _model(config)
     for line in _batch(config):
         yield "batch", line
+    yield "reward", config.reward.function
     yield "objective", objective(config.correction, config.loss) + reference_term(config.reference)
     for choice in own_choices(config):
         keys = ", ".join(f"{spec.name}={as_yaml(getattr(choice, spec.name))}" for spec in fields(choice))

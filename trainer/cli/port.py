@@ -25,7 +25,7 @@ def run_port(words: Sequence[str]) -> int:
         return refuse(NAME, "file", "must be one script", " ".join(parsed.words) or NOT_SET)
     path = Path(from_home(parsed.words[0], key="file"))
     try:
-        settings = read_script(path)
+        settings, comments = read_script(path)
     except (OSError, ValueError, SyntaxError) as error:
         return refuse(NAME, "file", f"cannot be read ({str(error).splitlines()[0]})", str(path))
     peer = peer_of(settings)
@@ -33,7 +33,7 @@ def run_port(words: Sequence[str]) -> int:
     if not known:
         remedy = "Name the bash, Python or YAML file that holds the settings of verl, TRL, slime or miles."
         return refuse(NAME, "file", "must hold settings of another trainer", str(path), remedy)
-    recipe = ported(settings, peer, source=path.name)
+    recipe = ported(settings, peer, source=path.name, comments=comments)
     if parsed.out is None:
         to_stdout(recipe)
         return DONE

@@ -25,23 +25,24 @@ _WORDS = re.compile(
 )
 _QUOTED = re.compile(rf"""\$\{{{_INNER}\}}|'([^']*)'|({_DOUBLE})|\\(.)""", re.DOTALL)
 _VARIABLE = re.compile(rf"\$\(\((.*?)\)\)|{_COMMANDS}|\$\{{(\w+)(?::?[-=]({_INNER}))?\}}|\$(\w+)", re.DOTALL)
-_ASSIGNED = re.compile(r"(\w+)\+?=(.*)", re.DOTALL)
+_ASSIGNED = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _PROGRAM = re.compile(r"(.*/)?\w+\.py|[\w.]*\bmain_\w+|grpo")
 _CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig")
 
 
-def read_script(path: Path) -> Settings:
-    """The settings of a script in bash, Python or YAML; empty if it has none.
+def read_script(path: Path) -> tuple[Settings, list[str]]:
+    """(The settings of a script in bash, Python or YAML, empty if it has none; comments on how they were read).
 
     A value that depends on what only a run knows stays as it is written, with its $ or as a line of Python. Raises
     OSError, ValueError and SyntaxError.
     """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        return dict(_of_python(ast.parse(text)))
+        return dict(_of_python(ast.parse(text))), []
     if path.suffix in (".yaml", ".yml"):
-        return {".".join(keys): value for keys, value in leaves(load_yaml(text)) if keys and value != {}}
-    return max(map(_of_words, _bash_commands(text)), key=len, default={})
+        return {".".join(keys): value for keys, value in leaves(load_yaml(text)) if keys and value != {}}, []
+    commands = ((_of_words(words), comments) for words, comments in _bash_commands(text))
+    return max(commands, key=lambda found: len(found[0]), default=({}, []))
 
 
 def _of_python(tree: ast.Module) -> Iterator[tuple[str, object]]:
@@ -86,10 +87,11 @@ def _of_words(words: list[str]) -> dict[str, object]:
     return settings
 
 
-def _bash_commands(text: str) -> Iterator[list[str]]:
-    """The words of each command, with the values that the script has given to variables before."""
+def _bash_commands(text: str) -> Iterator[tuple[list[str], list[str]]]:
+    """(Words of each command, with the values that the script has given to variables before; comments on these)."""
     variables, arrays = {"HOME": "~"}, dict[str, list[str]]()
     command: list[str] = []
+    comments: dict[str, str] = {}
     array = empty = ""
     for found in _WORDS.finditer(text.replace("\\\n", " ") + "\n"):
         word, assigned = found[0], _ASSIGNED.fullmatch(found[0])
@@ -100,15 +102,21 @@ def _bash_commands(text: str) -> Iterator[list[str]]:
             arrays.setdefault(array, [])
         elif len(word) == 1 and word in "();&|\n":
             array = ""
-            yield command
+            if command[:1] in (["source"], ["."]) and len(command) > 1:
+                comments[command[1]] = f"# source {command[1]}: the settings of this file are not read"
+            yield command, [*comments.values()]
             command = []
         elif array:
             arrays[array] += _expanded(word, variables, arrays)
-        elif assigned and not set(command) - {"export", "local", "declare"}:
-            variables[assigned[1]] = " ".join(_expanded(assigned[2], variables, arrays))
+        elif assigned and not set(command) - {"export", "local", "declare", "then", "else", "do"}:
+            name, added, value = assigned.groups()
+            value = (variables.get(name, "") if added else "") + " ".join(_expanded(value, variables, arrays))
+            if name in comments or (not added and variables.get(name, value) != value):
+                comments[name] = f"# {name}: the script sets it more than once; it is read as {value}, the last value"
+            variables[name] = value
         else:
             command += _expanded(word, variables, arrays)
-        empty = assigned[1] if assigned and not assigned[2] else ""
+        empty = assigned[1] if assigned and not assigned[3] else ""
 
 
 def _expanded(word: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:

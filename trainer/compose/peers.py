@@ -187,12 +187,22 @@ def as_text(value: object) -> str:
 
 
 def arithmetic(text: str, value_of: Callable[[str], object]) -> object:
-    """The value of a name, or of a sum, product or quotient of numbers and names. Raises ValueError for all else."""
+    """The value of a name, or of a sum, product or quotient of numbers and names; `a or b` is b where a has no value.
+
+    Raises ValueError for all else.
+    """
 
     def number(node: ast.expr) -> float:
         match node:
             case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
                 return _OPERATORS[type(op)](number(left), number(right))
+            case ast.BoolOp(ast.Or(), [first, other]):
+                try:
+                    return number(first)
+                except ValueError:
+                    return number(other)
+            case ast.UnaryOp(ast.USub(), operand):
+                return -number(operand)
             case ast.Constant(int() | float() as value):
                 return value
             case ast.Name() | ast.Attribute():

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from algorithms.config.rules import describe
+from rollout.config import SamplingConfig
 from trainer.compose.peers import Peer, Settings, as_text, peers
 from trainer.config.train import GROUPS, TrainConfig
 
 ALWAYS = ("model=hf", "data=file")
 """Choices that every recipe of a script makes."""
+NO_REWARD = "TODO.py:reward"
+"""A file that is not there: a dry run refuses it."""
+TOP_K = 256
+"""What the refusal of a truncation without top_k proposes."""
 LONGEST = ("data.max_prompt_tokens", "sampling.max_new_tokens", "batch.max_tokens_per_microbatch")
 """The first two must fit into the third."""
 
@@ -33,12 +40,19 @@ def own_defaults() -> dict[str, object]:
     return {each.key: each.default for prefix, kind in kinds for each in describe(kind, prefix=prefix)}
 
 
-def ported(settings: Settings, peer: Peer, *, source: str) -> str:
-    """The recipe that does what the script does, as YAML; `source` is the name of the script."""
+def ported(settings: Settings, peer: Peer, *, source: str, comments: Sequence[str] = ()) -> str:
+    """The recipe that does what the script does, as YAML; `source` is the name of the script, `comments` go with it."""
     words = dict(word.split("=", 1) for word in ALWAYS)
     found, notes = translated(settings, peer)
     for each in found.values():
         words |= dict(word.lstrip("+").split("=", 1) for word in each)
+    notes += comments
+    if "reward.function" not in words:
+        words["reward.function"] = NO_REWARD
+        notes.append(f"# reward.function={NO_REWARD}: the script names no rule; choose one, or write a function")
+    for key, top_k in _kept(words):
+        words[key] = top_k
+        notes.append(f"# {key}={top_k}: with top_p or min_p SGLang returns the kept tokens, which top_k must bound")
     defaults = own_defaults()
     prompt, response, both = (int(words.get(key, as_text(defaults[key]))) for key in LONGEST)
     if prompt + response > both:
@@ -55,9 +69,21 @@ def ported(settings: Settings, peer: Peer, *, source: str) -> str:
             holder[name] = value if key in texts else _parsed(value)
     head = yaml.safe_dump({"defaults": ["/train", *chosen, "_self_"]}, sort_keys=False)
     body = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110)
-    said = "".join(f"{note}\n" for note in ["", *notes]) if notes else ""
+    said = "".join(f"{' '.join(note.split())}\n" for note in ["", *notes]) if notes else ""
     title = f"# Question: What does {source} ({peer.about}) do here?\n# Verified: no, written by parity port\n"
     return f"{title}{head}\n{body}{said}"
+
+
+def _kept(words: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield key and value of each top_k that a server needs with a top_p or min_p, and that a script leaves open."""
+    sampling = SamplingConfig()
+    for section in ("sampling", "eval") if words.get("rollout") != "torch" else ():
+        given = {name: _parsed(words.get(f"{section}.{name}", "")) for name in ("top_p", "top_k", "min_p")}
+        numbers: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, int | float)}
+        sampling = replace(sampling, **numbers)
+        if sampling.is_truncated and sampling.top_k == -1:
+            sampling.top_k = TOP_K
+            yield f"{section}.top_k", str(sampling.top_k)
 
 
 def translated(settings: Settings, peer: Peer) -> tuple[dict[str, tuple[str, ...]], list[str]]:
