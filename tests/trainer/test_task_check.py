@@ -338,7 +338,7 @@ def test_files_that_say_how_the_model_computes_and_where_it_stops_have_digests(o
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"model_type": "mixtral"}, "lack parameters of the model"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, "lack parameters of the model"),
         ({"intermediate_size": 48}, "the model wants [48, "),
         ({"layer_types": ["full_attention"] * 9}, "layer_types"),
         ({"model_type": "nosuch", "auto_map": {}}, "code that comes with a model is never run."),
@@ -531,7 +531,8 @@ def test_exact_arithmetic_is_refused_for_an_activation_that_it_lacks(
         assert run(["train", "mine.yaml", f"model.path={directory}", *exact]) == 2
         assert "rollout.exact must be false for a model with hidden_act=gelu" in capsys.readouterr().err
         assert run(["train", "mine.yaml", f"model.path={directory}", *exact, "rollout.exact=false"]) == 0
-        edit_config(Path(directory), hidden_act="silu", model_type="glm4_moe")
+        mixture = {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2}
+        edit_config(Path(directory), hidden_act="silu", **mixture)
         assert run(["train", "mine.yaml", f"model.path={directory}", *exact]) == 2
         assert "rollout.exact must be false for a glm4_moe" in capsys.readouterr().err
 
