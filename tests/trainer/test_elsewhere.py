@@ -44,7 +44,7 @@ def seconds(
 ) -> StepSeconds:
     there = gpus or GPUS["H100-80GB"]
     plan = memory_plan(config, device_bytes=there.memory)
-    return step_seconds(config, plan, there, mean * config.sampling.max_new_tokens, SLOW if slow else FAST)
+    return step_seconds(plan, there, mean * config.sampling.max_new_tokens, SLOW if slow else FAST)
 
 
 def test_gpus_are_named_by_number_and_name() -> None:
@@ -77,7 +77,7 @@ def test_a_dense_model_by_hand(tmp_path: Path) -> None:
     # 28 layers x 2 x 4 heads x 128 numbers of 2 bytes; 0.8 of the GPU less the weights.
     room = (int(0.8 * gpu.memory) - 2 * num) // 57_344
     assert plan.cache_tokens == room and plan.takes_turns
-    assert at_a_time(config, plan, 101) == (int(room / (50 + 101)), 4)
+    assert at_a_time(plan, 101) == (int(room / (50 + 101)), 4)
     bandwidth, rate = 0.75 * 3.35e12, 0.45 * 989e12
     # 100 decode steps of 4 responses, with 101 to 200 tokens each; then two prompts are read.
     decode = sum(2 * (body + head) + 57_344 * 4 * (101 + step) for step in range(100)) / bandwidth
@@ -197,14 +197,14 @@ def test_a_cache_without_room_is_told(tmp_path: Path) -> None:
     config.rollout.engine_args = {"mem_fraction_static": 0.1}
     gpus = GPUS["H100-80GB"]._replace(name="H100-80GB", number=8)
     plan = memory_plan(config, device_bytes=gpus.memory)
-    assert at_a_time(config, plan, 5120) == (0, 0)
+    assert at_a_time(plan, 5120) == (0, 0)
     # Weights of 7.6 billion parameters in 16 bits; a tenth of 79.6 GiB.
-    [problem] = elsewhere_problems(config, plan, gpus)
+    [problem] = elsewhere_problems(plan, gpus)
     assert "the weights take 14.2 GiB of the 7.96 GiB that an engine has" in problem.rule
     config.rollout.engine_args = {"mem_fraction_static": 0.8}
     plan = memory_plan(config, device_bytes=gpus.memory)
-    assert list(elsewhere_problems(config, plan, gpus)) == []
-    [problem] = elsewhere_problems(config, plan, gpus._replace(memory_mib=4096))
+    assert list(elsewhere_problems(plan, gpus)) == []
+    [problem] = elsewhere_problems(plan, gpus._replace(memory_mib=4096))
     assert problem.key == "policy.num_workers" and "a rank needs 14.2 GiB at any length" in problem.rule
 
 

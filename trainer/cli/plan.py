@@ -78,7 +78,7 @@ def _facts(config: TrainConfig, machine: Machine | Gpus, output_dir: Path) -> It
     for line in memory.lines():
         yield "memory", line
     if gpus is not None:
-        yield from elsewhere_lines(config, memory, gpus)
+        yield from elsewhere_lines(memory, gpus)
     yield "schedule", _schedule(config)
     yield "engines", _engines(config)
     for line in _placement(config, machine):

@@ -103,8 +103,8 @@ def _plan_elsewhere(
     if problems:
         return report(problems, command=command)
     to_stdout(render_plans(resolution, data=[], gpus=gpus))
-    plans = {config.run.dir: (config, memory_plan(config, device_bytes=gpus.memory)) for config in configs}
-    found = [problem for config, plan in plans.values() for problem in elsewhere_problems(config, plan, gpus)]
+    plans = (memory_plan(config, device_bytes=gpus.memory) for config in configs)
+    found = [problem for plan in plans for problem in elsewhere_problems(plan, gpus)]
     return report(found, command=command) if found else DONE
 
 

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from algorithms.config import Problem
-from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
-from trainer.limits.estimate import DTYPE_BYTES, batch_shape, critic_shape, dump_bytes, model_shape
+from trainer.limits.estimate import DTYPE_BYTES, batch_shape, critic_shape, dump_bytes
 from trainer.limits.floors import (
     GroupLengths,
     Lengths,
@@ -71,26 +70,29 @@ def spread(count: int, *, mean: float, longest: int) -> list[int]:
     return [max(1, round(longest * ((index + 0.5) * GOLDEN % 1) ** power)) for index in range(count)]
 
 
-def at_a_time(config: TrainConfig, plan: MemoryPlan, mean: float) -> tuple[int, int]:
+def at_a_time(plan: MemoryPlan, mean: float) -> tuple[int, int]:
     """(Responses of `mean` tokens for which the cache of an engine has room, those of them that it gets)."""
+    config = plan.config
     prompt = batch_shape(config).prompt_tokens / config.batch.group_size  # a group's prompt is there once
     room = int((plan.cache_tokens or 0) / (prompt + mean))
     samples = math.ceil(config.batch.samples_per_step / config.rollout.num_engines)
     return room, min(room, samples, config.rollout.max_running or samples)
 
 
-def step_seconds(config: TrainConfig, plan: MemoryPlan, gpus: Gpus, mean: float, by: Speeds) -> StepSeconds:
+def step_seconds(plan: MemoryPlan, gpus: Gpus, mean: float, by: Speeds) -> StepSeconds:
     """Seconds of a step with responses of `mean` tokens at the speeds `by`; prompts are at their cap.
 
-    The sizes of the model are known: `plan` has a rank.
+    The sizes of the model are known.
     """
-    shape, rollout, policy, batch = model_shape(config), config.rollout, config.policy, config.batch
+    assert plan.shape is not None and plan.rank is not None
+    config, shape = plan.config, plan.shape
+    rollout, policy, batch = config.rollout, config.policy, config.batch
     prompt, longest, ranks = batch_shape(config).prompt_tokens, config.sampling.max_new_tokens, policy.num_workers
     samples = math.ceil(batch.samples_per_step / rollout.num_engines)
     flops, bytes_per_s = gpus.flops * by.flops, gpus.bytes_per_s * by.memory
     rates = Rates(flops=flops * rollout.tp_size, bytes_per_s=bytes_per_s * rollout.tp_size)
     lengths = [Lengths(prompt, tokens) for tokens in spread(samples, mean=mean, longest=longest)]
-    number_bytes, slots = DTYPE_BYTES[rollout.dtype], at_a_time(config, plan, mean)[1]
+    number_bytes, slots = DTYPE_BYTES[rollout.dtype], at_a_time(plan, mean)[1]
     decode = replay_decode(shape, lengths, rates, number_bytes=number_bytes, slots=slots, is_mixed=True).seconds
     sampling = decode + prefill_floor(shape, [prompt] * math.ceil(samples / batch.group_size), rates)
 
@@ -109,10 +111,10 @@ def step_seconds(config: TrainConfig, plan: MemoryPlan, gpus: Gpus, mean: float,
     both = training_flops(shape, groups, adapter=adapter) / (ranks * flops) + again
     models = config.needs_old_logprobs_pass + config.has_reference + config.has_critic
     log_probs = models * max(forward, microbatches * gather)
-    states = plan.rank.optimizer if plan.rank and policy.offload is Offload.optimizer else 0
+    states = plan.rank.optimizer if policy.offload is Offload.optimizer else 0
     training = (1 + config.has_critic) * batch.passes * max(both, microbatches * (2 * gather + reduce))
     training += 2 * batch.optimizer_steps_per_rollout * states / by.host
-    published, asleep = shape.num_parameters * number_bytes, plan.rank.moved if plan.rank and plan.takes_turns else 0
+    published, asleep = shape.num_parameters * number_bytes, plan.rank.moved if plan.takes_turns else 0
     sync = max(others * number_bytes / link, published / by.host) + (published + 2 * asleep) / by.host
     whole = sampling + log_probs + training
     if config.schedule.kind != "sync":  # engines sample while the policy trains
@@ -124,8 +126,9 @@ def _range(fast: float, slow: float) -> str:
     return f"{fast:.2g} to {slow:.2g} s" if slow < 90 else f"{duration(fast)} to {duration(slow)}"
 
 
-def elsewhere_problems(config: TrainConfig, plan: MemoryPlan, gpus: Gpus) -> Iterator[Problem]:
+def elsewhere_problems(plan: MemoryPlan, gpus: Gpus) -> Iterator[Problem]:
     """Yield what of a run does not fit on `gpus`; nothing of a model whose size is unknown."""
+    config = plan.config
     policy, rollout = config.policy, config.rollout
     if not (policy.gpus_per_worker and rollout.gpus_per_engine):
         rule = f"must be above 0 for a run on {gpus.name}: ranks and engines without a GPU compute on the host"
@@ -142,26 +145,31 @@ def elsewhere_problems(config: TrainConfig, plan: MemoryPlan, gpus: Gpus) -> Ite
         yield config.broken("policy.num_workers", rule, "More ranks hold less each. Or set policy.offload=optimizer.")
     if not plan.cache_tokens:
         weights = size(plan.engine.weights // rollout.tp_size)
-        have = size(rollout.static_bytes(gpus.memory, sleeps=plan.takes_turns))
+        have = size(plan.engine_room(gpus.memory))
         rule = f"must leave room for a cache: the weights take {weights} of the {have} that an engine has of each GPU"
         remedy = "Spread an engine over more GPUs (tp_size of rollout.engine_args), or give it more of each "
         yield config.broken("rollout.gpus_per_engine", rule, f"{remedy}(mem_fraction_static there).")
 
 
-def elsewhere_lines(config: TrainConfig, plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[str, str]]:
+def elsewhere_lines(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[str, str]]:
     """(label, text) of the facts about a run on `gpus`; none of a model whose size is unknown."""
-    if plan.engine is None or not (config.policy.gpus_per_worker and config.rollout.gpus_per_engine):
+    config = plan.config
+    if (
+        plan.shape is None
+        or plan.engine is None
+        or not (config.policy.gpus_per_worker and config.rollout.gpus_per_engine)
+    ):
         return
     num_steps, longest = config.run.num_steps, config.sampling.max_new_tokens
     yield "cache", f"each engine has room for {plan.cache_tokens or 0:,} tokens ({size(plan.engine.token_bytes)} each)"
     said = {part * longest: f"responses of {part * longest:,.0f} tokens in the mean" for part in MEANS}
     for mean, responses in said.items():
-        room, running = at_a_time(config, plan, mean)
+        room, running = at_a_time(plan, mean)
         yield "cache", f"{responses}: room for {room:,}, of which an engine gets {running:,} at a time"
     for mean, responses in said.items():
-        if not at_a_time(config, plan, mean)[1]:
+        if not at_a_time(plan, mean)[1]:
             continue
-        fast, slow = (step_seconds(config, plan, gpus, mean, by) for by in (FAST, SLOW))
+        fast, slow = (step_seconds(plan, gpus, mean, by) for by in (FAST, SLOW))
         phases = [f"{name} {_range(low, high)}" for name, low, high in zip(fast._fields, fast, slow, strict=True)]
         whole = f"{counted(num_steps, 'step')} {_range(num_steps * fast.step, num_steps * slow.step)}"
         yield "time", f"{responses}: {', '.join(phases)}; {whole}"
@@ -174,7 +182,7 @@ def elsewhere_lines(config: TrainConfig, plan: MemoryPlan, gpus: Gpus) -> Iterat
     )
     dumps = config.dump.keep * dump_bytes(config) if config.dump.every else 0
     critic, lora = critic_shape(config), config.policy.lora
-    trained = adapter_parameters(linear_shapes(config), lora) if lora.rank else model_shape(config).num_parameters
+    trained = adapter_parameters(linear_shapes(config), lora) if lora.rank else plan.shape.num_parameters
     each = STATE_BYTES * (trained + (critic.num_parameters if critic else 0))
     most = config.checkpoint.keep + (config.checkpoint.best_metric is not None) + 1 if config.checkpoint.every else 0
     yield "disk", f"run.dir grows to {size(most * each + dumps)}, with {most} checkpoints of {size(each)}"

@@ -26,7 +26,7 @@ from trainer.limits.estimate import (
     rank_memory,
 )
 from trainer.limits.machine import usable_memory
-from trainer.limits.model_shape import UnknownShapeError
+from trainer.limits.model_shape import ModelShape, UnknownShapeError
 from trainer.rundir.provenance import tool_output
 from trainer.text.plain import counted, size
 
@@ -63,6 +63,8 @@ class MemoryPlan:
     """Memory of rank and engine at the token cap."""
 
     config: TrainConfig
+    shape: ModelShape | None
+    """Sizes of the policy's model; None if they are unknown."""
     rank: RankMemory | None
     """Memory of one rank; None if the model's size is unknown."""
     engine: EngineMemory | None
@@ -90,8 +92,12 @@ class MemoryPlan:
             return None if engine is None else engine.tokens
         if self.device_bytes is None:
             return None
-        room = min(int(USABLE * self.device_bytes), rollout.static_bytes(self.device_bytes, sleeps=self.takes_turns))
+        room = self.engine_room(self.device_bytes)
         return max(0, room - engine.weights // rollout.tp_size) // engine.token_bytes
+
+    def engine_room(self, gpu_bytes: int) -> int:
+        """Bytes of each of its GPUs, of `gpu_bytes`, that an engine has for weights and cache."""
+        return min(int(USABLE * gpu_bytes), self.config.rollout.static_bytes(gpu_bytes, sleeps=self.takes_turns))
 
     @property
     def routes_bytes(self) -> int:
@@ -256,9 +262,12 @@ def memory_plan(config: TrainConfig, *, device_bytes: int | None, model_path: Pa
         shape, critic, lora = model_shape(config), critic_shape(config), config.policy.lora
         adapter = adapter_parameters(linear_shapes(config), lora) if lora.rank else 0
     except UnknownShapeError as error:
-        return MemoryPlan(config=config, rank=None, engine=None, unknown=str(error), device_bytes=device_bytes)
+        return MemoryPlan(
+            config=config, shape=None, rank=None, engine=None, unknown=str(error), device_bytes=device_bytes
+        )
     return MemoryPlan(
         config=config,
+        shape=shape,
         rank=rank_memory(config, shape, critic, adapter=adapter),
         engine=engine_memory(config, shape),
         unknown="",
