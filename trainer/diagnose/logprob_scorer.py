@@ -30,7 +30,7 @@ from trainer.diagnose.scoring import Body, EditKind, Prompt, Scoring, TensorEdit
 from trainer.policy.model import decoder_layers, load_causal_lm
 from trainer.rundir.run_dir import StartError
 from trainer.scoring.logprob_head import cut_outside
-from trainer.scoring.routing import Replay, make_replayable
+from trainer.scoring.routing import Replay, make_replayable, replay
 
 BATCH_TOKENS = 2048
 """Padded tokens that are read at a time."""
@@ -331,20 +331,14 @@ class LogprobScorer:
         """What the engine chose for the tokens at `places` of these responses; None for the model's own choice."""
         if not body.replays or self.evidence.routes is None or body.prompt is not Prompt.whole:
             return None
-        routes = [self.evidence.routes[number].merged() for number in responses]
-        shape = next(each.parts[0].shape[1:] for each in self.evidence.routes if len(each))
-        experts = torch.zeros(len(routes), len(places), *shape, dtype=torch.int64)
-        known = torch.zeros(experts.shape[:2], dtype=torch.bool)
-        weights = torch.zeros(experts.shape) if all(each.weights for each in routes) else None
+        routes = [self.evidence.routes[number] for number in responses]
+        number = torch.full((len(routes), len(places)), -1)
+        first = 0
         for row, each in enumerate(routes):
-            numbers = [part[places.start : places.stop] for part in (*each.parts, *each.weights)]
-            if len(each):
-                experts[row, : len(numbers[0])] = torch.from_numpy(numbers[0].astype(np.int64))
-                known[row, : len(numbers[0])] = True
-            if weights is not None:
-                weights[row, : len(numbers[1])] = torch.from_numpy(numbers[1].astype(np.float32))
-        flat = [None if each is None else each.flatten(0, 1).to(self._device) for each in (experts, known, weights)]
-        return Replay(*flat)  # type: ignore[arg-type]
+            known = torch.arange(first, first + len(each))[places.start : places.stop]
+            number[row, : len(known)] = known
+            first += len(each)
+        return replay(routes, number.flatten(), self._device)
 
     def _decoder(
         self,

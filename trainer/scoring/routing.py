@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.model.routing import RouterTap, routers
+from rollout.routes import Routes, joined
 from rollout.weights.experts import Mixture
 from trainer.batch.train_batch import MicroBatch
 
@@ -67,22 +68,26 @@ def replay_of(micro: MicroBatch, device: torch.device) -> Replay | None:
     """The routes of the decoder's inputs for `micro`; None if it has none."""
     if micro.routes is None:
         return None
-    lengths = micro.cu_seqlens.diff().tolist()
-    rows: list[Any] = []
-    factors: list[Any] = []
-    places, start = [], 0
-    for routes, length in zip(micro.routes, lengths, strict=True):
-        rows += routes.parts
-        factors += routes.weights
-        places.append(torch.arange(start, start + len(routes)))
-        start += length
-    if not rows:
+    starts = micro.cu_seqlens.tolist()
+    number_of = torch.full((starts[-1],), -1)
+    known = 0
+    for start, routes in zip(starts, micro.routes, strict=False):
+        number_of[start : start + len(routes)] = torch.arange(known, known + len(routes))
+        known += len(routes)
+    return replay(micro.routes, number_of[micro.inputs.source.cpu()], device)
+
+
+def replay(routes: Sequence[Routes], number: Tensor, device: torch.device) -> Replay | None:
+    """`routes` for the tokens of one forward; None if there are none.
+
+    `number` [I] counts the route of each token from the first one of `routes` on; it is -1 where no route is known.
+    """
+    whole = joined(routes)
+    if not whole.parts:
         return None
-    numbers = np.concatenate(rows)
+    numbers = np.concatenate(whole.parts)
     experts = torch.from_numpy(numbers if numbers.dtype == np.uint8 else numbers.astype(np.int32))
-    number_of = torch.full((start,), -1).index_put((torch.cat(places),), torch.arange(len(experts)))
-    number = number_of[micro.inputs.source.cpu()]
-    weights = torch.from_numpy(np.concatenate(factors))[number].to(device) if len(factors) == len(rows) else None
+    weights = torch.from_numpy(np.concatenate(whole.weights))[number].to(device) if whole.weights else None
     return Replay(experts[number].to(device), (number >= 0).to(device), weights)
 
 
