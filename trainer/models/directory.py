@@ -114,15 +114,8 @@ def broken_file(directory: Path) -> str:
             return f"{name}: it must hold a JSON object, got {_kind(found)}"
         if name == INDEX_FILE and not isinstance(found.get("weight_map"), dict):
             return f"{name}: weight_map must be a JSON object, got {_kind(found.get('weight_map'))}"
-        if name == CONFIG_FILE and not isinstance(found.get("text_config") or {}, dict):
-            return f"{name}: text_config must be a JSON object, got {_kind(found['text_config'])}"
-        try:
-            mixture_of(text_part(found) if name == CONFIG_FILE else {})
-        except ValueError as error:
-            return f"{name}: {error}"
-        for key, dtype in ((key, found.get(key)) for key in DTYPE_KEYS if name == CONFIG_FILE):
-            if isinstance(dtype, str) and (dtype == "auto" or not dtype.isidentifier()):
-                return f"{name}: {key} must be the name of a type, such as bfloat16, got {dtype!r}"
+        if name == CONFIG_FILE and (fault := _config_fault(found)):
+            return f"{name}: {fault}"
         ends = found.get(EOS_KEY) if name in (CONFIG_FILE, GENERATION_FILE) else None
         listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if any(type(each) is not int or each < 0 for each in listed):
@@ -132,6 +125,20 @@ def broken_file(directory: Path) -> str:
             path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             return f"{path.relative_to(directory)}: {error}"
+    return ""
+
+
+def _config_fault(model: Mapping[str, Any]) -> str:
+    """What of this config.json no model can have; empty if there is nothing."""
+    if not isinstance(model.get("text_config") or {}, dict):
+        return f"text_config must be a JSON object, got {_kind(model['text_config'])}"
+    try:
+        mixture_of(text_part(model))
+    except ValueError as error:
+        return str(error)
+    for key, dtype in ((key, model.get(key)) for key in DTYPE_KEYS):
+        if isinstance(dtype, str) and (dtype == "auto" or not dtype.isidentifier()):
+            return f"{key} must be the name of a type, such as bfloat16, got {dtype!r}"
     return ""
 
 
