@@ -9,14 +9,12 @@ import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import orjson
 import psutil
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM
 
 from rollout.collect.filters import invalid_reason
@@ -29,7 +27,6 @@ from rollout.episodes.config import EpisodeConfig
 from rollout.episodes.running import turn_seed
 from rollout.episodes.sampler import EPISODES, EpisodeSampler, with_episodes
 from rollout.episodes.trial import try_episode
-from rollout.episodes.vocabulary import Vocabulary
 from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, Prompt, SamplingParams
@@ -645,60 +642,6 @@ def test_a_turn_ends_with_a_text_of_several_tokens_and_samples_what_it_would_hav
     assert stats.turns == 60, "parts of a turn are no turns"
     shown = sum(each.sampled.count(False) for each in generations)
     assert stats.metrics()["episode/shown_tokens_mean"] == shown / 60 > 0
-
-
-@pytest.fixture(scope="module")
-def bytes_file(tmp_path_factory):
-    """A byte-level vocabulary like that of most models, learnt from a few lines."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=["<|im_end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    lines = ["<call>add(1, 2)</call>\n\nObservation: 3", "x = 答案 é = 5 </call>>= =>", "Final Answer: 12\n"] * 20
-    tokenizer.train_from_iterator(lines, trainer)
-    path = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
-    tokenizer.save(str(path))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def bytes_vocabulary(bytes_file):
-    return Vocabulary(bytes_file)
-
-
-def test_limits_that_transformers_saved_are_not_those_of_an_observation(bytes_file, bytes_vocabulary, tmp_path):
-    """It writes into tokenizer.json with which truncation and padding the tokenizer was called last."""
-    tokenizer, path = Tokenizer.from_file(bytes_file), str(tmp_path / "tokenizer.json")
-    tokenizer.enable_truncation(8)
-    tokenizer.enable_padding(length=16)
-    tokenizer.save(path)
-    for text in ("3", "Observation: 3\n" * 9):
-        assert Vocabulary(path).encode(text) == bytes_vocabulary.encode(text)
-
-
-def test_a_text_can_end_in_a_token_beyond_a_gap_of_the_ids(bytes_file, tmp_path):
-    described = orjson.loads(Path(bytes_file).read_bytes())
-    described["model"]["vocab"]["</tool>"] = 1000
-    (tmp_path / "tokenizer.json").write_bytes(orjson.dumps(described))
-    assert 1000 in Vocabulary(str(tmp_path / "tokenizer.json")).enders("</tool>")
-
-
-@pytest.mark.parametrize("text", ["</call>", "=", " =", "= ", "\n\n", "Observation:", "答案", "é", ">>", "tion: 3"])
-def test_every_token_in_which_a_text_can_end_is_known(bytes_vocabulary, text):
-    """All texts with the stop in them: the first token with which the stop is complete is one of those."""
-    vocabulary, enders = bytes_vocabulary, bytes_vocabulary.enders(text)
-    assert len(enders) < 250
-    for line in (f"a {text} b", f"a{text}b", f"{text}{text}", f"x>{text}>", f"Final{text}Answer", f" {text}\n\n"):
-        for ids in (vocabulary.encode(line), [token for char in line for token in vocabulary.encode(char)]):
-            complete = next(end for end in range(1, len(ids) + 1) if text in vocabulary.decode(ids[:end]))
-            assert ids[complete - 1] in enders, (text, line)
-
-
-def test_names_of_special_tokens_and_ids_end_a_turn_as_tokens(bytes_vocabulary):
-    assert bytes_vocabulary.special_token("<|im_end|>") == 0
-    assert bytes_vocabulary.special_token("=") is bytes_vocabulary.special_token("no such") is None
 
 
 # ---------------------------------------------------------------- the trial before a run
