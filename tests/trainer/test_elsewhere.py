@@ -145,6 +145,19 @@ def test_what_helps_takes_fewer_seconds(tmp_path: Path, change: str) -> None:
     assert getattr(seconds(config, gpus=gpus), phase) < 0.97 * getattr(before, phase)
 
 
+def test_an_engine_of_8_bits_reads_and_keeps_projections_of_one_byte_beside_a_cache_of_two(tmp_path: Path) -> None:
+    gpu, words = GPUS["H100-80GB"], ("sampling.max_new_tokens=2", "reward.overlong_buffer_tokens=1")
+    half, eight = (planned(tmp_path, DENSE, *words, f"rollout.quantization={each}") for each in ("none", "fp8"))
+    engines = [memory_plan(config, device_bytes=gpu.memory) for config in (half, eight)]
+    head, body = 152_064 * 3584, 7_615_616_512 - 2 * 152_064 * 3584
+    assert [plan.engine.weights for plan in engines if plan.engine] == [2 * (body + 2 * head), body + 4 * head]
+    tokens = [plan.cache_tokens or 0 for plan in engines]
+    assert tokens[1] - tokens[0] == pytest.approx(body / 57_344, abs=1)
+    # One decode step reads the body once, and the cache of every sequence.
+    saved = seconds(half).rollout - seconds(eight).rollout
+    assert saved == pytest.approx(body / (0.75 * gpu.bytes_per_s), rel=1e-6)
+
+
 def test_longer_responses_and_slower_software_take_more_seconds(tmp_path: Path) -> None:
     for model in (DENSE, MIXTURE):
         config = planned(tmp_path, model)

@@ -84,7 +84,7 @@ def step_seconds(plan: MemoryPlan, gpus: Gpus, mean: float, by: Speeds) -> StepS
 
     The sizes of the model are known.
     """
-    assert plan.shape is not None and plan.rank is not None
+    assert plan.shape is not None and plan.rank is not None and plan.engine is not None
     config, shape = plan.config, plan.shape
     rollout, policy, batch = config.rollout, config.policy, config.batch
     prompt, longest, ranks = batch_shape(config).prompt_tokens, config.sampling.max_new_tokens, policy.num_workers
@@ -93,8 +93,10 @@ def step_seconds(plan: MemoryPlan, gpus: Gpus, mean: float, by: Speeds) -> StepS
     rates = Rates(flops=flops * rollout.tp_size, bytes_per_s=bytes_per_s * rollout.tp_size)
     lengths = [Lengths(prompt, tokens) for tokens in spread(samples, mean=mean, longest=longest)]
     number_bytes, slots = DTYPE_BYTES[rollout.dtype], at_a_time(plan, mean)[1]
-    decode = replay_decode(shape, lengths, rates, number_bytes=number_bytes, slots=slots, is_mixed=True).seconds
-    sampling = decode + prefill_floor(shape, [prompt] * math.ceil(samples / batch.group_size), rates)
+    decode = replay_decode(
+        shape, lengths, rates, number_bytes=number_bytes, is_8_bit=rollout.takes_quantized, slots=slots, is_mixed=True
+    )
+    sampling = decode.seconds + prefill_floor(shape, [prompt] * math.ceil(samples / batch.group_size), rates)
 
     responses = spread(batch.samples_per_step, mean=mean, longest=longest)
     rests = [responses[start : start + batch.group_size] for start in range(0, len(responses), batch.group_size)]
@@ -114,7 +116,7 @@ def step_seconds(plan: MemoryPlan, gpus: Gpus, mean: float, by: Speeds) -> StepS
     states = plan.rank.optimizer if policy.offload is Offload.optimizer else 0
     training = (1 + config.has_critic) * batch.passes * max(both, microbatches * (2 * gather + reduce))
     training += 2 * batch.optimizer_steps_per_rollout * states / by.host
-    published, asleep = shape.num_parameters * number_bytes, plan.rank.moved if plan.takes_turns else 0
+    published, asleep = plan.engine.weights, plan.rank.moved if plan.takes_turns else 0
     sync = max(others * number_bytes / link, published / by.host) + (published + 2 * asleep) / by.host
     whole = sampling + log_probs + training
     if config.schedule.kind != "sync":  # engines sample while the policy trains

@@ -294,8 +294,9 @@ def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
     tokens = min(samples, rollout.max_running or samples) * batch_shape(config).tokens_per_sample
     # A choice is the number of an expert, and with Routing.weights that of its factor.
     numbers = {Routing.live: 0, Routing.replay: 1, Routing.weights: 2}[config.policy.routing]
+    saved = shape.body_parameters * (number_bytes - 1) if rollout.takes_quantized else 0  # 8 bits; the head keeps its
     return EngineMemory(
-        weights=shape.num_parameters * number_bytes,
+        weights=shape.num_parameters * number_bytes - saved,
         kv_cache=tokens * kv_bytes_per_token(shape, number_bytes),
         tokens=tokens,
         token_bytes=shape.num_layers * max(shape.kv_size // rollout.tp_size, 2 * shape.head_size) * number_bytes,

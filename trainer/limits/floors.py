@@ -129,6 +129,7 @@ def replay_decode(
     rates: Rates,
     *,
     number_bytes: int,
+    is_8_bit: bool = False,
     slots: int | None,
     is_mixed: bool = False,
 ) -> IdealDecode:
@@ -136,6 +137,7 @@ def replay_decode(
 
     The first token of a response comes from the prefill. Each further token is a decode step of all running sequences:
     max((M * b + kv * sum of contexts) / bandwidth, (2 * M * B + 4 * L * A * sum of contexts) / rate) for B sequences.
+    Numbers have b = `number_bytes`; those of the layers of an engine that `is_8_bit` have one byte.
 
     A step of a mixture reads the experts of one token at the least; if it `is_mixed`, those that B tokens meet in the
     mean, whose experts do not depend on each other.
@@ -160,6 +162,7 @@ def replay_decode(
     if is_mixed and shape.num_experts:
         missed = 1 - shape.experts_per_token / shape.num_experts  # by one token; B miss it with missed^B
         read += shape.idle_parameters * (1 - missed ** np.maximum(0, busy - 1))
+    read -= is_8_bit * shape.body_parameters * (1 - 1 / number_bytes)
     moved = read * number_bytes + kv_bytes_per_token(shape, number_bytes) * contexts
     flops = 2.0 * weights * busy + 4.0 * shape.num_layers * shape.attention_size * contexts
     seconds = np.maximum(moved / rates.bytes_per_s, flops / rates.flops)

@@ -246,8 +246,7 @@ class StepAccounting:
         if shape is None or rates is None:
             return {}
         config = self._config.rollout
-        # Weights of 8 bits beside a cache of 16: a floor must not be too high.
-        number_bytes, rollout_s = 1 if config.takes_quantized else DTYPE_BYTES[config.dtype], 0.0
+        number_bytes, rollout_s = DTYPE_BYTES[config.dtype], 0.0
         idle = [0] * config.num_engines
         busy: list[tuple[float, float, float]] = []
         for served in stats.served:
@@ -256,7 +255,14 @@ class StepAccounting:
                 lengths = [Lengths(len(served.requests[i].prompt_token_ids), served.lengths[i]) for i in part]
                 prompts = {tuple(served.requests[i].prompt_token_ids) for i in part}
                 read_s = prefill_floor(shape, [len(prompt) for prompt in prompts], rates)
-                replay = replay_decode(shape, lengths, rates, number_bytes=number_bytes, slots=config.max_running)
+                replay = replay_decode(
+                    shape,
+                    lengths,
+                    rates,
+                    number_bytes=number_bytes,
+                    is_8_bit=config.takes_quantized,
+                    slots=config.max_running,
+                )
                 engines_s.append(read_s + replay.seconds)
                 busy.append((replay.seconds, replay.busy_frac, replay.tail_frac))
             rollout_s += max(engines_s)
