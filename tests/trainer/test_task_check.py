@@ -15,6 +15,7 @@ import pytest
 import torch
 from cli_process import HEAVY, REFUSED_S, parity
 from data_cases import byte_tokenizer
+from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 from policy_cases import save_policy
 from resume_cases import save, state_of
@@ -284,6 +285,23 @@ def test_a_dry_run_names_the_data_of_the_hub_that_it_does_not_read(own: Path) ->
     words = ("data.train_path=openai/gsm8k@train",)
     problems, notes = load_tasks(resolve(own / "mine.yaml", words, own_dir=None, multirun=False))
     assert (problems, notes) == ([], ["openai/gsm8k@train is on the hub: not read now"])
+
+
+def test_a_dry_run_reads_the_prompts_for_a_model_in_the_cache_of_the_hub_once_it_is_whole(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cached, commit = tmp_path / "hub" / "models--some--model", "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(config_of(own).model.path, cached / "snapshots" / commit)  # type: ignore[attr-defined]
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    words = ("model.path=some/model", "batch.prompts_per_step=31")
+    resolution = resolve(own / "mine.yaml", words, own_dir=None, multirun=False)
+    assert any("there are 30" in note for note in load_tasks(resolution)[1])
+    (cached / "snapshots" / commit / "model.safetensors").unlink()
+    problems, [note, *_] = load_tasks(resolution)
+    assert problems == [] and "the model is not on this disk" in note
 
 
 def test_a_dry_run_refuses_other_prompts_than_the_run_had(own: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from trainer.ending.termination import GO_ON, RunTerminated, termination_request
 from trainer.ending.time_limit import job_variable
 from trainer.rundir.resume import checkpoint_to_resume, takes_no_step
 from trainer.rundir.run_dir import StartError, how_to_go_on, make_private, newest_saved_step
-from trainer.start.task_check import data_judgement, is_on_disk, task_key
+from trainer.start.task_check import data_judgement, on_disk, task_key
 from trainer.text.plain import printable, to_stderr, to_stdout_while_read
 from trainer.text.redact import redact_argv, redact_text
 
@@ -139,7 +139,7 @@ def load_tasks(resolution: Resolution) -> tuple[list[str], list[str]]:
     found: dict[str, None] = {}
     notes: list[str] = []
     for config in {task_key(config): config for config in configs}.values():
-        if is_on_disk(config):
+        if local := on_disk(config):
             # Imported late, because this line imports transformers.
             from trainer.run.task import checked_task
 
@@ -148,7 +148,7 @@ def load_tasks(resolution: Resolution) -> tuple[list[str], list[str]]:
                 if takes_no_step(config, run_dir, checkpoint):
                     continue
                 resumed = None if checkpoint is None else checkpoint.state
-                task, _ = checked_task(config, resumed, progress=lambda done, total, detail: None)
+                task, _ = checked_task(local, resumed, progress=lambda done, total, detail: None)
                 notes += task.dataset.notes
             except StartError as error:
                 found |= dict.fromkeys(redact_text(str(problem)) for problem in error.problems)

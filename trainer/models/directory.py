@@ -74,6 +74,18 @@ def find_model(key: str, path: str, revision: str | None) -> Path | Problem | No
         return Problem(key=key, rule=rule, value=path, remedy=remedy)
 
 
+def local_model(path: str, revision: str | None) -> Path | None:
+    """The directory of a model for which nothing has to be fetched: its own, or that with weights and tokenizer in the
+    hub's cache."""
+    if (directory := Path(path)).is_dir():
+        return directory
+    with suppress(UnknownShapeError, OSError, ValueError):
+        directory = model_directory(path, revision)
+        if tensor_shapes(directory) and any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
+            return directory
+    return None
+
+
 def _incomplete(key: str, directory: Path) -> Problem | None:
     """The Problem of a directory that is no model; `key` decides whether it needs a tokenizer."""
     if (directory / ADAPTER_CONFIG).is_file() and (directory / CONFIG_FILE).is_file():

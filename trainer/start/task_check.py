@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from algorithms.config import ConfigError, Problem
@@ -30,7 +31,7 @@ from trainer.limits.adapter_shape import chosen_layers, linear_shapes
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.limits.model_shape import UnknownShapeError, text_part
-from trainer.models.directory import described, find_model, has_experts
+from trainer.models.directory import described, find_model, has_experts, local_model
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.run_dir import unusable_problem
 from trainer.text.plain import size
@@ -68,20 +69,25 @@ EXACT_ACTIVATION = "silu"
 """Activation of an MLP that rollout/exact computes."""
 
 
-def is_on_disk(config: TrainConfig) -> bool:
-    """True if the models are on this disk, and so are the rows: nothing has to be fetched or made."""
+def on_disk(config: TrainConfig) -> TrainConfig | None:
+    """The config with models of the hub as their directories in its cache; None if something has to be fetched or made:
+    a model, or the rows."""
     if isinstance(config.data, FileDataConfig) and on_hub(config.data, config.sources):
-        return False
-    if config.has_critic and config.critic.path and not Path(config.critic.path).is_dir():
-        return False
+        return None
+    if config.has_critic and config.critic.path:
+        critic = local_model(config.critic.path, None)
+        if critic is None:
+            return None
+        config = replace(config, critic=replace(config.critic, path=str(critic)))
     if isinstance(config.model, HFModelConfig):
-        return Path(config.model.path).is_dir()
+        model = local_model(config.model.path, config.model.revision)
+        return None if model is None else replace(config, model=replace(config.model, path=str(model)))
     if not any(default_cache_dir().glob(f"{config.model.kind}-*")):
-        return False
+        return None
     # Imported here because this line imports torch and transformers.
     from trainer.models.resolve import made_model
 
-    return made_model(config.model) is not None
+    return None if made_model(config.model) is None else config
 
 
 def _machine_problems(config: TrainConfig, machine: Machine, *, trains: bool) -> Iterator[Problem]:
@@ -253,7 +259,7 @@ def _context_problems(config: TrainConfig, directory: Path) -> Iterator[Problem]
 
 def _longest_prompt(config: TrainConfig, directory: Path) -> int | None:
     """Tokens of the longest prompt; None if it is not on this disk, or cannot be read, which others report."""
-    if not is_on_disk(config):
+    if on_disk(config) is None:
         return None
     # Imported here because the import takes seconds, and only this refusal needs it.
     from rollout.data.tokenizer import load_tokenizer
