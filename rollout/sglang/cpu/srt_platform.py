@@ -15,8 +15,8 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from algorithms.truncation import kept_tokens
+from rollout.seeded_draw import draw, uniforms
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, EXACT_ATTENTION_BACKEND, PLATFORM_NAME
-from rollout.sglang.cpu.seeded_draw import draw, uniforms
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

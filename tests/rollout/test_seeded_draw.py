@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.truncation import kept_tokens
-from rollout.sglang.cpu.seeded_draw import draw, uniforms
+from rollout.seeded_draw import draw, uniforms
 
 
 def test_first_number_is_that_of_splitmix64() -> None:
