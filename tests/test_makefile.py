@@ -24,6 +24,7 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
     [
         ((), "parity train arithmetic_grpo rollout=sglang"),
         (("MODEL=moe",), "parity train arithmetic_moe rollout=sglang"),
+        (("ENGINE=vllm", "GPU="), "parity train arithmetic_grpo rollout=vllm"),
         (("MODEL=smollm2",), "parity train smollm2_grpo rollout=sglang"),
         (("MODEL=smollm2", "ENGINE=torch", "ARGS=run.seed=1"), "parity train smollm2_grpo rollout=torch run.seed=1"),
     ],
@@ -45,11 +46,25 @@ def test_a_host_with_gpus_gets_the_packages_for_them(target: str) -> None:
     assert "BASE" not in without and ("sglang-cpu" in without or target == "lint")
 
 
-@pytest.mark.parametrize("word", ["MODEL=gpt", "ENGINE=vllm"])
+@pytest.mark.parametrize("word", ["MODEL=gpt", "ENGINE=trt"])
 def test_another_model_or_engine_is_refused(word: str) -> None:
     done = make("demo", word)
     key, _, value = word.partition("=")
     assert done.returncode == 2 and f"{key} must be " in done.stderr and f"got '{value}'" in done.stderr
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm", "torch"])
+@pytest.mark.parametrize("target", ["setup", "test", "test-slow", "demo", "bench"])
+def test_an_engine_is_installed_and_tested_where_it_was_asked_for(target: str, engine: str) -> None:
+    shown = make(target, f"ENGINE={engine}", "GPU=").stdout
+    for name in ("sglang", "vllm"):
+        assert (f" {name}-cpu" in shown) is (name == engine)
+        assert (f"and not {name}" in shown) is (name != engine and target.startswith("test"))
+
+
+def test_vllm_is_refused_beside_the_packages_for_gpus() -> None:
+    done = make("demo", "ENGINE=vllm", "GPU=/dev/nvidia0")
+    assert done.returncode == 2 and "add GPU=" in done.stderr
 
 
 @pytest.mark.parametrize(("words", "full"), [((), False), (("FULL=1",), True)])
