@@ -52,6 +52,19 @@ class Quantization(Enum):
     """4-bit integers, one scale per 128 inputs of an output channel: a stress test of the correction."""
 
 
+class PauseMode(Enum):
+    """Treatment of unfinished responses while an engine loads new weights."""
+
+    retract = "retract"
+    """Responses continue with the new weights after a new prefill of prompt and tokens so far: exact, at the cost of
+    the prefill."""
+    in_place = "in_place"
+    """Responses continue with the new weights and the KV cache of the old weights: no prefill, but later tokens are
+    sampled from a mix of old KV cache and new weights, which is the policy of no version."""
+    abort = "abort"
+    """Responses end at the tokens so far; the collector may resume them."""
+
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of hosts that only this machine can reach."""
 

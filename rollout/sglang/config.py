@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from algorithms.config import Problem
 from algorithms.config.home import MAY_NAME_PATHS
-from rollout.config import LOOPBACK, DType, EngineConfig, EngineUse, Quantization, SamplingConfig
-from rollout.sglang.options import MAX_REPLY_BYTES, SGLANG_REMEDY, SLEEPING_SHARE, PauseMode
+from rollout.config import LOOPBACK, DType, EngineConfig, EngineUse, PauseMode, Quantization, SamplingConfig
+from rollout.sglang.options import MAX_REPLY_BYTES, SGLANG_REMEDY, SLEEPING_SHARE
 from rollout.weights.experts import FAMILIES, is_all_sparse
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class SGLangConfig(EngineConfig):
         return ""
 
     def adapter_rule(self, chosen: Iterable[str], *, among: Iterable[str]) -> str:
-        from rollout.sglang.stacked import parts_apart  # with numpy, which a completion needs not load
+        from rollout.weights.stacked import parts_apart  # with numpy, which a completion needs not load
 
         apart = parts_apart(chosen, among=among)
         return f"must choose {apart} in all layers or none: SGLang holds them as one matrix" if apart else ""

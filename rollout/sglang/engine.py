@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from rollout.config import Routing
+from rollout.config import PauseMode, Routing
 from rollout.engine import (
     Engine,
     EngineError,
@@ -35,10 +35,8 @@ from rollout.engine import (
 from rollout.routes import Routes, joined
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.external import ExternalServer
-from rollout.sglang.fusing import plan_fusion
 from rollout.sglang.installation import check_installation, server_args, server_environment
 from rollout.sglang.loader import LOADER
-from rollout.sglang.options import PauseMode
 from rollout.sglang.quantized import engine_quantization, sent_names
 from rollout.sglang.replies import START, ReplyError, body_of, generation_of, parse_version, routes_of
 from rollout.sglang.request_stream import Answer, Job, RequestStream, window_of
@@ -48,6 +46,7 @@ from rollout.types import Completion, GenerateRequest, PackedWeights
 from rollout.weights.adapter import A_SENT, B_SENT
 from rollout.weights.experts import Mixture, mixture_of, sources
 from rollout.weights.files import tensor_shapes
+from rollout.weights.fusion import plan_fusion
 from rollout.weights.packed_weights import DTYPES, check_weights
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from rollout.config import Quantization
 from rollout.engine import WeightSyncError
-from rollout.sglang.fusing import DIGESTS, Fusion, Share, finished, plan_fusion, raw_bytes
+from rollout.sglang.fusing import DIGESTS, Share, finished, raw_bytes
 from rollout.sglang.quantized import held_pieces, parts_of, plan_quantized
 from rollout.types import Digester, WeightLayout
 from rollout.weights.adapter import A_SENT, B_SENT
+from rollout.weights.fusion import Fusion, plan_fusion
 from rollout.weights.packed_weights import listed, num_threads
 
 

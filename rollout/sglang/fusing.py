@@ -1,26 +1,23 @@
-"""How SGLang holds and digests weights: names of its parameters -> HF tensors, shares of ranks, digests of bytes.
+"""How SGLang holds and digests weights: shares of ranks, digests of bytes.
 
-SGLang keeps some parameters fused and pads the vocabulary. Its `/weights_checker` digests the fused, padded parameter;
-`rollout/sglang/expected.py` makes the same digest of the tensors that the trainer sends.
+SGLang keeps some parameters fused (`rollout/weights/fusion.py`) and pads the vocabulary. Its `/weights_checker` digests
+the fused, padded parameter; `rollout/sglang/expected.py` makes the same digest of the tensors that the trainer sends.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from rollout.engine import LayoutError
-from rollout.sglang.stacked import EXPERT_WEIGHTS, STACKED
 from rollout.weights.adapter import A_SENT, B_SENT, last_part
-from rollout.weights.experts import GATE_UP, ROUTER_BIAS, in_model, is_experts
-from rollout.weights.packed_weights import listed
+from rollout.weights.experts import GATE_UP, is_experts
+from rollout.weights.fusion import VOCABULARY_PARAMETERS
 
-VOCABULARY_PARAMETERS = ("embed_tokens.weight", "lm_head.weight")
 VOCABULARY_MULTIPLE = 64
 """Multiple to which SGLang pads the rows of vocabulary parameters with zeros."""
 
@@ -29,9 +26,6 @@ ROW_SPLIT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 KV_MODULES = ("k_proj", "v_proj")
 COLUMN_SPLIT = ("o_proj", "down_proj")
 """Modules whose columns (and block scales) it splits; biases and channel scales are whole on every rank."""
-
-TIED_NAME = "lm_head.weight"
-EMBEDDING_NAME = "model.embed_tokens.weight"
 
 TILE_WORDS = 8192
 """32-bit words per tile of the GPU digest."""
@@ -43,54 +37,6 @@ MIXERS = (
     (0x165667B1, 13, (HASH_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF),
 )
 """Factor, rotation and seed of a word's position, for the upper and the lower half of the GPU digest."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fusion:
-    """The HF tensors that make up each parameter of the engine."""
-
-    sources: dict[str, tuple[str, ...]]
-    """Engine parameter -> HF tensors, stacked along the first dimension."""
-    tied: bool
-    """True if lm_head was sent although the engine has no such parameter: its bytes must equal the embedding's."""
-
-
-def plan_fusion(held: Iterable[str], *, sent: Iterable[str]) -> Fusion:
-    """Match the names of the engine's parameters, `held`, with those of the HF tensors, `sent`.
-
-    Raises LayoutError naming every tensor that is missing or unknown, and engine parameters that no rule explains (a
-    model with unknown fusing).
-    """
-    available = set(sent)
-    sources: dict[str, tuple[str, ...]] = {}
-    used: set[str] = set()
-    missing: list[str] = []
-    unexplained: list[str] = []
-    for name in held:
-        parts = (name,) if name in available else _unstack(name)
-        absent = [part for part in parts if part not in available]
-        used.update(parts)
-        if not absent:
-            sources[name] = parts
-        elif len(absent) == len(parts) and not _looks_plain(name, parts):
-            unexplained.append(name)
-        else:
-            missing += absent
-    tied = TIED_NAME in available - used and EMBEDDING_NAME in sources
-    unknown = available - used - ({TIED_NAME} if tied else set())
-    problems = []
-    if unexplained:
-        problems.append(
-            f"engine parameters that no rule makes up from HF tensors: {listed(unexplained)} (known: models that "
-            f"stack {', '.join(STACKED)} and experts; weight syncs of this model cannot be verified)"
-        )
-    if missing:
-        problems.append(f"missing tensors: {listed(missing)}")
-    if unknown:
-        problems.append(f"tensors that the engine does not have: {listed(unknown)}")
-    if problems:
-        raise LayoutError("; ".join(problems))
-    return Fusion(sources=sources, tied=tied)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,34 +152,3 @@ def _padded_vocabulary(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
         multiple *= num_ranks
     missing = -tensor.shape[0] % multiple
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
-
-
-def _unstack(name: str) -> tuple[str, ...]:
-    """HF tensors behind a parameter of the engine: model.layers.0.mlp.gate_up_proj.weight -> gate_proj, up_proj."""
-    parts = in_model(name).split(".")
-    if parts[-1] in EXPERT_WEIGHTS:
-        return (".".join([*parts[:-1], EXPERT_WEIGHTS[parts[-1]]]),)
-    for fused, sources in STACKED.items():
-        if fused in parts:
-            at = parts.index(fused)
-            return tuple(".".join([*parts[:at], source, *parts[at + 1 :]]) for source in sources)
-    return (".".join(parts),)
-
-
-def _looks_plain(name: str, parts: Sequence[str]) -> bool:
-    """True if a rule covers the parameter, so that absent parts are missing tensors and not an unknown model."""
-    plain = (
-        ".norm.weight",
-        "_proj.weight",
-        "_proj.weight_scale",
-        "_proj.bias",
-        "layernorm.weight",
-        "_norm.weight",
-        ".mlp.gate.weight",
-        ROUTER_BIAS,
-        "shared_expert_gate.weight",
-        A_SENT,
-        B_SENT,
-        *VOCABULARY_PARAMETERS,
-    )
-    return len(parts) > 1 or is_experts(parts[0]) or f".{parts[0]}".endswith(plain)

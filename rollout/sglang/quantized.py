@@ -22,8 +22,9 @@ from torch import Tensor
 
 from rollout.config import EngineConfig, Quantization
 from rollout.engine import LayoutError
-from rollout.sglang.fusing import Fusion, Share, plan_fusion
+from rollout.sglang.fusing import Share
 from rollout.weights.experts import ROUTER_BIAS
+from rollout.weights.fusion import Fusion, plan_fusion
 from rollout.weights.packed_weights import DTYPES
 from rollout.weights.quantization import GRIDS, SCALES, Quantized, dequantize, is_projection, scale_name
 

@@ -23,10 +23,10 @@ from rollout.config import Quantization
 from rollout.engine import LayoutError, WeightReport, WeightSyncError
 from rollout.sglang.client import ADMIN_ROUTES, ClientError, SGLangClient
 from rollout.sglang.expected import SGLangLayout
-from rollout.sglang.fusing import EMBEDDING_NAME, TIED_NAME
 from rollout.sglang.loader import LOADER
 from rollout.types import AdapterSpec, PackedWeights, TensorSpec
 from rollout.weights.adapter import last_part
+from rollout.weights.fusion import EMBEDDING_NAME, TIED_NAME
 from rollout.weights.packed_weights import check_weights, content_mark, dtype_name, split, unpack
 from rollout.weights.shared_weights import WeightRegion
 

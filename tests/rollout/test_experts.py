@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from tiny_model import BIASED, EXPERTS_PER_TOKEN, MIXTURES, NUM_EXPERTS, SERVED, write_tiny_model
 
 from rollout.sglang.config import SGLangConfig
-from rollout.sglang.fusing import Share, plan_fusion
+from rollout.sglang.fusing import Share
 from rollout.sglang.loader import _expert_by_expert
 from rollout.weights.experts import sources
 from rollout.weights.files import tensor_shapes
+from rollout.weights.fusion import plan_fusion
 from rollout.weights.packed_weights import stored_state
 from trainer.limits.model_shape import directory_shape
 from trainer.models.directory import find_model

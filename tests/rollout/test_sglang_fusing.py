@@ -16,8 +16,9 @@ import torch
 from rollout.config import Quantization
 from rollout.engine import LayoutError, WeightSyncError
 from rollout.sglang.expected import ExpectedDigests, SGLangLayout
-from rollout.sglang.fusing import Share, plan_fusion, tile_digest
+from rollout.sglang.fusing import Share, tile_digest
 from rollout.sglang.loader import _views
+from rollout.weights.fusion import plan_fusion
 from rollout.weights.packed_weights import dtype_name
 
 LAYER = "model.layers.0."

@@ -18,7 +18,7 @@ from sglang_cases import (
 )
 from tiny_model import write_tiny_model
 
-from rollout.sglang.options import PauseMode
+from rollout.config import PauseMode
 from rollout.types import FinishReason
 
 pytestmark = pytest.mark.sglang

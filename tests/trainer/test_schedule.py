@@ -10,9 +10,8 @@ from policy_cases import make_config
 
 from algorithms.config import ConfigError
 from rollout.collect.collector import Collector
-from rollout.config import CollectConfig, CollectOrder, FixedCollectConfig
+from rollout.config import CollectConfig, CollectOrder, FixedCollectConfig, PauseMode
 from rollout.sglang.config import SGLangConfig
-from rollout.sglang.options import PauseMode
 from trainer.config.schedule import (
     BoundedScheduleConfig,
     OneStepOffScheduleConfig,
