@@ -126,11 +126,11 @@ class CountedDecoder:
 
 def count_steps(engine: TorchEngine) -> CountedDecoder:
     """Have the engine sample with a decoder that counts."""
-    decoder = engine._loop._decoder
+    decoder = engine._loop._model
     if decoder is None:
         raise RuntimeError("the engine has no weights")
     counted = CountedDecoder(decoder)
-    engine._loop._decoder = counted  # type: ignore[assignment]
+    engine._loop._model = counted  # type: ignore[assignment]
     return counted
 
 

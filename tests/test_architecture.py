@@ -63,6 +63,7 @@ ROOMS = (
     "rollout/weights",
     "rollout/model",
     "rollout/exact",
+    "rollout/embedded",
     "rollout/sglang/cpu",
     "rollout/sglang",
     "rollout/torch",

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout.config import Routing
+from rollout.embedded.drawing import float32_log_softmax
 from rollout.exact.layers import log_softmax
 from rollout.model.routing import routers
 from rollout.routes import Numbers, Weights, narrowed
@@ -59,10 +60,7 @@ class Decoder:
         """How one token is read into each of the first slots."""
         return Step(slots, positions=positions, longest=longest, dtype=self.dtype)
 
-    @staticmethod
-    def log_softmax(logits: Tensor) -> Tensor:
-        """[B, V] float32 -> [B, V]."""
-        return torch.log_softmax(logits, dim=-1)
+    log_softmax = staticmethod(float32_log_softmax)
 
     def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill, *, detail: Routing = Routing.live) -> Read:
         """Read prompts [U, P], padded on the right, of `lengths` [U]."""

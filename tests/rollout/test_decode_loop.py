@@ -9,8 +9,8 @@ import torch
 from test_torch_engine import TOLERANCE, forward_logprobs, make_requests, shared_weights_of, start, weights_of
 from tiny_model import write_tiny_model
 
-import rollout.torch.decode_loop
-import rollout.torch.engine
+import rollout.embedded.engine
+import rollout.embedded.sampling_loop
 from rollout.engine import EngineError, WeightSyncError
 
 
@@ -68,7 +68,7 @@ def test_when_one_polls_changes_no_bit(model_path):
 
 @pytest.mark.parametrize(("seconds", "together"), [(0.0, False), (60.0, True)])
 def test_a_poll_waits_a_little_for_further_completions(model_path, monkeypatch, seconds, together):
-    monkeypatch.setattr(rollout.torch.decode_loop, "GATHER_S", seconds)
+    monkeypatch.setattr(rollout.embedded.sampling_loop, "GATHER_S", seconds)
     engine = start(model_path)
     engine.submit(range(4), long_requests(4, short=2, max_new_tokens=200))
     first = engine.poll(60.0)
@@ -132,7 +132,7 @@ def test_a_sync_that_breaks_in_the_middle_fails_what_is_unfinished(model_path, t
 
 
 def decoder_of(engine):
-    return engine._loop._decoder
+    return engine._loop._model
 
 
 def test_an_error_of_the_thread_is_polled_after_what_had_ended(model_path, monkeypatch):
@@ -163,7 +163,7 @@ def test_an_error_of_the_thread_is_polled_after_what_had_ended(model_path, monke
 
 def test_a_thread_that_hangs_is_reported_when_the_request_is_due(model_path, monkeypatch):
     engine = start(model_path, generate_timeout_s=0.3)
-    monkeypatch.setattr(rollout.torch.engine, "STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(rollout.embedded.engine, "STOP_TIMEOUT_S", 0.1)
     go_on = threading.Event()
     monkeypatch.setattr(decoder_of(engine), "step", lambda *arguments, **options: go_on.wait(30))
     engine.submit([0, 1], long_requests(2))

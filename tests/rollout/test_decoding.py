@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollout.torch.decoding import Batch, Truncation, chunks, sample_tokens
+from rollout.embedded.drawing import Truncation, inverted, sample_tokens
+from rollout.torch.decoding import Batch, chunks
 from rollout.torch.model import Decoder, Read
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
 
@@ -17,7 +18,7 @@ def test_sampling_follows_the_distribution_exactly():
     logits = torch.tensor([0.5, -1.0, 2.0, -float("inf"), 1.5, -9.0])
     for temperature in (1.0, 0.5, 2.0):
         tokens, logprobs, _ = sample_tokens(
-            logits.expand(count, -1), temperature=torch.full((count,), temperature), uniforms=uniforms
+            logits.expand(count, -1), temperature=torch.full((count,), temperature), draw=inverted(uniforms)
         )
         probs = torch.softmax(logits.double() / temperature, dim=-1)
         counts = torch.bincount(tokens, minlength=6)
@@ -32,7 +33,7 @@ def test_impossible_tokens_are_not_drawn_at_the_ends(seed):
     edge = torch.full((3,), -float("inf"))
     logits = torch.cat([edge, middle, edge]).expand(2, -1)
     uniforms = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
-    tokens, logprobs, _ = sample_tokens(logits, temperature=torch.ones(2), uniforms=uniforms)
+    tokens, logprobs, _ = sample_tokens(logits, temperature=torch.ones(2), draw=inverted(uniforms))
     assert tokens.tolist() == [3, 52]
     assert torch.isfinite(logprobs).all()
 
@@ -41,7 +42,7 @@ def test_a_token_rarer_than_float32_resolves_keeps_its_place():
     """Shares 1/2, 1/2 and 1e-9: the last token owns the draws from 1 - 1e-9 on."""
     logits = torch.tensor([0.0, 0.0, -20.030119]).expand(3, -1)
     uniforms = torch.tensor([1 - 2e-9, 1 - 5e-10, 1 - 2**-53], dtype=torch.float64)
-    tokens, logprobs, _ = sample_tokens(logits, temperature=torch.ones(3), uniforms=uniforms)
+    tokens, logprobs, _ = sample_tokens(logits, temperature=torch.ones(3), draw=inverted(uniforms))
     assert tokens.tolist() == [1, 2, 2]
     assert logprobs[1:].tolist() == pytest.approx([-20.723266] * 2, abs=1e-5)
 
@@ -49,7 +50,9 @@ def test_a_token_rarer_than_float32_resolves_keeps_its_place():
 def test_greedy_and_sampled_rows_share_a_batch():
     logits = torch.tensor([[0.0, 2.0, 1.0]]).expand(3, -1)
     tokens, logprobs, _ = sample_tokens(
-        logits, temperature=torch.tensor([0.0, 1.0, 0.5]), uniforms=torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64)
+        logits,
+        temperature=torch.tensor([0.0, 1.0, 0.5]),
+        draw=inverted(torch.zeros(3, dtype=torch.float64)),
     )
     assert tokens.tolist() == [1, 0, 0]
     # -log(e^-2 + 1 + e^-1), -log(1 + e^2 + e), -log(1 + e^4 + e^2)
@@ -59,7 +62,7 @@ def test_greedy_and_sampled_rows_share_a_batch():
 def test_a_broken_row_is_visible_and_stays_in_the_vocabulary():
     logits = torch.tensor([[0.0, float("nan"), 1.0], [0.0, 1.0, 2.0]])
     tokens, logprobs, _ = sample_tokens(
-        logits, temperature=torch.ones(2), uniforms=torch.tensor([0.5, 0.5], dtype=torch.float64)
+        logits, temperature=torch.ones(2), draw=inverted(torch.tensor([0.5, 0.5], dtype=torch.float64))
     )
     assert 0 <= tokens[0] < 3
     assert logprobs.isnan().tolist() == [True, False]
@@ -73,7 +76,7 @@ def test_truncated_rows_draw_from_the_kept_tokens_alone():
     cases = {(2, 1.0, 0.0): [0.625, 0.375], (4, 0.6, 0.0): [0.625, 0.375], (4, 1.0, 0.25): [10 / 19, 6 / 19, 3 / 19]}
     for limits, expected in cases.items():
         truncation = Truncation(*(torch.tensor([limit]).expand(count) for limit in limits))
-        drawn = sample_tokens(logits, temperature=torch.ones(count), uniforms=uniforms, truncation=truncation)
+        drawn = sample_tokens(logits, temperature=torch.ones(count), draw=inverted(uniforms), truncation=truncation)
         counts = torch.bincount(drawn.tokens, minlength=4) / count
         assert counts.tolist() == pytest.approx([*expected, *[0] * (4 - len(expected))], abs=1 / count)
         assert torch.allclose(drawn.logprobs.exp(), torch.tensor(expected)[drawn.tokens], atol=1e-6)
@@ -81,7 +84,7 @@ def test_truncated_rows_draw_from_the_kept_tokens_alone():
     greedy = sample_tokens(
         logits[:1],
         temperature=torch.zeros(1),
-        uniforms=uniforms[:1],
+        draw=inverted(uniforms[:1]),
         truncation=Truncation(torch.tensor([1]), torch.tensor([0.5]), torch.tensor([0.9])),
     )
     assert greedy.tokens.tolist() == [0] and greedy.logprobs.exp().tolist() == pytest.approx([0.5])
@@ -92,7 +95,7 @@ def test_a_broken_row_is_visible_with_truncation_too():
     drawn = sample_tokens(
         logits,
         temperature=torch.ones(2),
-        uniforms=torch.tensor([0.5, 0.5], dtype=torch.float64),
+        draw=inverted(torch.tensor([0.5, 0.5], dtype=torch.float64)),
         truncation=Truncation(torch.tensor([2, 2]), torch.tensor([0.9, 0.9]), torch.tensor([0.0, 0.0])),
     )
     assert 0 <= drawn.tokens[0] < 3

@@ -18,7 +18,7 @@ POISON, REFUSED = 61, 62
 
 
 def decoder_of(worker: RolloutWorker) -> Any:
-    return worker._engine._loop._decoder  # type: ignore[attr-defined]
+    return worker._engine._loop._model  # type: ignore[attr-defined]
 
 
 class SlowWorker(RolloutWorker):

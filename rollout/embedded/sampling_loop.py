@@ -1,6 +1,6 @@
-"""The sampling thread of the embedded engine: requests in, completions out.
+"""The sampling thread of an engine in this process: requests in, completions out.
 
-`rollout/torch/engine.py` owns the model and pauses the thread while it replaces weights; `rollout/torch/decoding.py`
+`rollout/embedded/engine.py` owns the model and pauses the thread while it replaces weights; a `Batch` of the engine
 does the sampling. The thread lives while there are unfinished requests, and all shared state changes under one lock.
 """
 
@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Generic
 
 import torch
 
+from rollout.embedded.batch import Batch, Model
 from rollout.engine import EngineError
 from rollout.processes.busy_clock import BusyClock
-from rollout.torch.decoding import Batch
-from rollout.torch.model import Decoder
 from rollout.types import Completion, GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -41,19 +41,23 @@ class _News:
     """Tickets."""
 
 
-class DecodeLoop:
-    """Samples submitted requests with a decoder. All methods may be called by any thread.
+MakeBatch = Callable[[Model, int], Batch[Model]]
+"""(model, policy version) -> a batch without requests."""
+
+
+class SamplingLoop(Generic[Model]):
+    """Samples submitted requests with a model. All methods may be called by any thread.
 
     After a failure nothing is sampled, and `submit` and `poll` raise the error, until `load` is called.
     """
 
-    def __init__(self, *, name: str, num_slots: int, request_timeout_s: float) -> None:
+    def __init__(self, *, name: str, make_batch: MakeBatch[Model], request_timeout_s: float) -> None:
         """`name` is for errors; `request_timeout_s` is rollout.generate_timeout_s."""
         self._name = name
-        self._num_slots = num_slots
+        self._make_batch = make_batch
         self._request_timeout_s = request_timeout_s
         self._changed = threading.Condition()
-        self._decoder: Decoder | None = None
+        self._model: Model | None = None
         self._policy_version = 0
         self._news = _News()
         self._thread: threading.Thread | None = None
@@ -78,29 +82,29 @@ class DecodeLoop:
         with self._changed:
             return len(self._unfinished)
 
-    def load(self, decoder: Decoder, *, policy_version: int) -> None:
-        """Sample with `decoder` from now on, and clear a failure. Call inside `paused` while the old decoder runs."""
+    def load(self, model: Model, *, policy_version: int) -> None:
+        """Sample with `model` from now on, and clear a failure. Call inside `paused` while the old one runs."""
         with self._changed:
-            self._decoder, self._policy_version = decoder, policy_version
+            self._model, self._policy_version = model, policy_version
             self._news.is_renewed = True
             self._failure = None
 
     def unload(self) -> None:
-        """Release the decoder. Raises EngineError while requests are unfinished."""
+        """Release the model. Raises EngineError while requests are unfinished."""
         with self._changed:
             if self._unfinished:
                 raise EngineError(
                     f"{self._name}: {len(self._unfinished)} requests are unfinished; poll until they have ended, or "
                     "abort them"
                 )
-            self._decoder = None
+            self._model = None
 
     def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
         """Queue requests, all at once: the requests of one call are admitted as if they had come at the same time."""
         with self._changed:
             if self._failure is not None:
                 raise EngineError(str(self._failure)) from self._failure
-            if self._decoder is None:
+            if self._model is None:
                 raise EngineError(f"{self._where}: no weights are loaded")
             if known := self._unfinished.intersection(tickets):
                 raise ValueError(f"{self._where}: tickets {sorted(known)[:5]} are in use")
@@ -169,7 +173,7 @@ class DecodeLoop:
         with self._changed:
             thread = self._thread
             self._forget()
-            self._completions, self._failure, self._decoder = [], None, None
+            self._completions, self._failure, self._model = [], None, None
             self._changed.notify_all()
         if thread is not None:
             thread.join(timeout_s)
@@ -204,7 +208,7 @@ class DecodeLoop:
 
     def _run(self) -> None:
         """Body of the thread: one token at a time, until no request is unfinished."""
-        batch: Batch | None = None
+        batch: Batch[Model] | None = None
         with torch.inference_mode():
             while (news := self._next_news()) is not None:
                 try:
@@ -216,13 +220,13 @@ class DecodeLoop:
                     return
                 self._hand_over(completions, batch.oldest)
 
-    def _sample(self, batch: Batch | None, news: _News) -> tuple[Batch, list[Completion]]:
+    def _sample(self, batch: Batch[Model] | None, news: _News) -> tuple[Batch[Model], list[Completion]]:
         """Sample one token for every sequence that has a slot after the `news`."""
-        assert self._decoder is not None
+        assert self._model is not None
         if batch is None:
-            batch = Batch(self._decoder, num_slots=self._num_slots, policy_version=self._policy_version)
+            batch = self._make_batch(self._model, self._policy_version)
         elif news.is_renewed:
-            batch.renew(self._decoder, self._policy_version)
+            batch.renew(self._model, self._policy_version)
         batch.add(list(news.submitted), list(news.submitted.values()))
         aborted = batch.abort(news.aborts) if news.aborts else []
         return batch, aborted + batch.advance()
@@ -239,7 +243,7 @@ class DecodeLoop:
                 self._changed.wait(IDLE_S)
             if not self._is_current:
                 return None
-            if not self._unfinished or self._decoder is None:
+            if not self._unfinished or self._model is None:
                 self._thread = None
                 return None
             news, self._news = self._news, _News()
