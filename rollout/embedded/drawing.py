@@ -11,6 +11,7 @@ from torch import Tensor
 
 from algorithms.truncation import CUT_LOGIT, kept_tokens
 from rollout.embedded.batch import Response
+from rollout.seeded_draw import draw
 from rollout.types import SamplingParams
 
 
@@ -42,15 +43,16 @@ def sample_tokens(
     logits: Tensor,
     *,
     temperature: Tensor,
-    draw: Callable[[Tensor], Tensor],
+    seeds: Tensor,
+    positions: Tensor,
     truncation: Truncation | None = None,
     log_softmax: Callable[[Tensor], Tensor] = float32_log_softmax,
 ) -> Drawn:
     """Draw one token per row, of what truncation keeps.
 
-    logits [B, V]; temperature [B] float32, 0 for greedy; `draw` takes log-probs [B, V], for greedy rows in vain, and
-    returns token ids [B]. The log-probs are log_softmax(logits / temperature) over the kept tokens, for greedy rows of
-    the untempered distribution. A row with a NaN logit yields a NaN log-prob.
+    logits [B, V]; temperature [B] float32, 0 for greedy; seeds and positions [B] int64, as `draw` takes them. The
+    log-probs are log_softmax(logits / temperature) over the kept tokens, for greedy rows of the untempered
+    distribution. A row with a NaN logit yields a NaN log-prob.
     """
     greedy = temperature == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
@@ -60,23 +62,8 @@ def sample_tokens(
         kept = kept_tokens(logprobs.exp(), **truncation._asdict()) | greedy[:, None]
         # The trainer's head cuts in the same way, so that both have the same bits in exact arithmetic.
         logprobs = log_softmax(scaled.masked_fill(~kept, CUT_LOGIT))
-    tokens = torch.where(greedy, scaled.argmax(dim=-1), draw(logprobs))
+    tokens = torch.where(greedy, scaled.argmax(dim=-1), draw(logprobs.exp(), seeds=seeds, positions=positions))
     return Drawn(tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1), kept)
-
-
-def inverted(uniforms: Tensor) -> Callable[[Tensor], Tensor]:
-    """A draw by inverting the cumulative distribution; uniforms [B] float64 in [0, 1)."""
-
-    def draw(logprobs: Tensor) -> Tensor:
-        # float64: near 1, float32 numbers are 6e-8 apart, which is more than the probability of a rare token.
-        cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-        # A draw is at most 1 - 2^-53, so the product stays below the total also after rounding, and a token without
-        # probability at the upper end is never chosen.
-        target = uniforms * cumulative[:, -1]
-        sampled = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
-        return sampled.clamp(max=logprobs.shape[-1] - 1)
-
-    return draw
 
 
 def truncation_of(params: Sequence[SamplingParams], logits: Tensor) -> Truncation | None:

@@ -10,7 +10,6 @@ M: sequences that are read.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from rollout.config import Routing
 from rollout.embedded import batch as embedded
 from rollout.embedded.batch import Response
-from rollout.embedded.drawing import add_drawn, inverted, sample_tokens, truncation_of
+from rollout.embedded.drawing import add_drawn, sample_tokens, truncation_of
 from rollout.routes import Routes
 from rollout.torch.kv_cache import KVSlots
 from rollout.torch.model import Decoder, ReadRoutes
@@ -43,9 +42,6 @@ class Batch(embedded.Batch[Decoder]):
         super().__init__(decoder, num_slots=num_slots, policy_version=policy_version)
         self._sequences: list[Response] = []
         """The sequence in every active slot."""
-        self._draws: dict[int, array[float]] = {}
-        """Ticket -> [max_new_tokens] float64, all draws of the sample, fixed by its seed alone: draw t is for response
-        token t."""
         self._slots = KVSlots(num_slots=0, max_columns=0)
         self._logits: Tensor | None = None
         """[N, V], next-token logits of the active sequences."""
@@ -78,15 +74,7 @@ class Batch(embedded.Batch[Decoder]):
     def _admit(self, count: int) -> None:
         """Give the next `count` requests a slot each and read their tokens."""
         active = self.num_active
-        # Drawn on the CPU for every device, so that a seed gives the same draws everywhere.
-        generator = torch.Generator()
-        for sequence in self._next(count):
-            sampling = sequence.request.sampling
-            generator.manual_seed(sampling.seed)
-            draws = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
-            # A list would hold four times as many bytes, for every token that the response might have.
-            self._draws[sequence.ticket] = array("d", draws.numpy().tobytes())
-            self._sequences.append(sequence)
+        self._sequences += self._next(count)
         new = self._sequences[active:]
         self._slots.resize(
             num_slots=self.num_active,
@@ -138,14 +126,14 @@ class Batch(embedded.Batch[Decoder]):
         """Draw the next token of every active sequence -> the sequences that ended with it."""
         if self._logits is None:
             raise RuntimeError("a token is drawn after a forward")
-        temperatures = [sequence.request.sampling.temperature for sequence in self._sequences]
-        uniforms = [self._draws[sequence.ticket][len(sequence.tokens)] for sequence in self._sequences]
+        sampling = [sequence.request.sampling for sequence in self._sequences]
         device = self._logits.device
         drawn = sample_tokens(
             self._logits,
-            temperature=torch.tensor(temperatures, device=device),
-            draw=inverted(torch.tensor(uniforms, dtype=torch.float64, device=device)),
-            truncation=truncation_of([sequence.request.sampling for sequence in self._sequences], self._logits),
+            temperature=torch.tensor([each.temperature for each in sampling], device=device),
+            seeds=torch.tensor([each.seed for each in sampling], device=device),
+            positions=torch.tensor([sequence.length - 1 for sequence in self._sequences], device=device),
+            truncation=truncation_of(sampling, self._logits),
             log_softmax=self._model.log_softmax,
         )
         self._logits = None
@@ -160,9 +148,8 @@ class Batch(embedded.Batch[Decoder]):
 
     def _release(self, ended: Sequence[Response]) -> None:
         """Free the slots of `ended`; the last active sequences move into the gaps."""
-        for sequence in ended:
-            del self._draws[sequence.ticket]
-        freed = [slot for slot, sequence in enumerate(self._sequences) if sequence.ticket not in self._draws]
+        tickets = {sequence.ticket for sequence in ended}
+        freed = [slot for slot, sequence in enumerate(self._sequences) if sequence.ticket in tickets]
         left = self.num_active - len(freed)
         gaps = [slot for slot in freed if slot < left]
         moved = [slot for slot in range(left, self.num_active) if slot not in freed]

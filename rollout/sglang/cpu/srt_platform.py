@@ -15,7 +15,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from algorithms.truncation import kept_tokens
-from rollout.seeded_draw import draw, uniforms
+from rollout.seeded_draw import draw
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, EXACT_ATTENTION_BACKEND, PLATFORM_NAME
 
 if TYPE_CHECKING:
@@ -180,8 +180,7 @@ def _register_sampler() -> None:
                 limits = {"top_k": sampling_info.top_ks, "top_p": sampling_info.top_ps, "min_p": sampling_info.min_ps}
                 # Not in place: SGLang takes the log-probs of the whole vocabulary from `probs`.
                 probs = probs.masked_fill(~kept_tokens(probs, **limits), 0.0)
-            uniform = uniforms(sampling_info.sampling_seed, positions=positions)
-            tokens = draw(probs, uniform=uniform).to(torch.int32)
+            tokens = draw(probs, seeds=sampling_info.sampling_seed, positions=positions).to(torch.int32)
             rows = sampling_info.sampling_mask_batch_indices
             if rows is None:
                 return tokens, None
