@@ -47,7 +47,7 @@ def own_class(choice: str, base: type[Kind], *, key: str) -> type[Kind]:
     kind.source = choice
     found: type = kind
     try:
-        OmegaConf.structured(typed(found))
+        convertible(found)
     except OmegaConfBaseException as error:
         types = "bool, int, float, str, an Enum, lists and dicts of these"
         rule = f"must name a class whose fields have types of a config, {types}: {str(error).splitlines()[0]}"
@@ -93,9 +93,11 @@ def without_choices(node: Any, kind: type, key: str, unneeded: tuple[str, ...]) 
 
 
 @cache
-def typed(kind: type[Any]) -> type:
-    """A dataclass with the fields of `kind` that OmegaConf can convert, each without the user's classes."""
-    return make_dataclass(kind.__name__, list(_convertible(kind)), kw_only=True)
+def convertible(kind: type[Any]) -> DictConfig:
+    """The fields of `kind` that OmegaConf can convert, each without the user's classes: a value that is put in a field,
+    and read again at once, has the type of the field. What a field holds otherwise is what was put there last."""
+    made: DictConfig = OmegaConf.structured(make_dataclass(kind.__name__, list(_convertible(kind)), kw_only=True))
+    return made
 
 
 def _convertible(kind: type) -> Iterator[tuple[str, Any, Any]]:

@@ -23,7 +23,7 @@ from rollout.processes.custom_class import finish
 from rollout.processes.custom_code import function_problem, similar_custom
 from rollout.rewards import RULES
 from trainer.compose import keys
-from trainer.compose.choices import custom_kind, holds_list, own_choice, own_class, plain, typed
+from trainer.compose.choices import convertible, custom_kind, holds_list, own_choice, own_class, plain
 from trainer.compose.home import expand_homes
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.rundir.provenance import escaped
@@ -82,7 +82,7 @@ def read_section(kind: type[Config], node: object, path: list[str], kinds: keys.
     else:
         found.append(keys.wrong_value(".".join(path), _shown(node), kind))
     of: type = kind
-    target = OmegaConf.structured(typed(of))
+    target = convertible(of)
     hints, names = get_type_hints(kind), keys.field_names(kind)
     for name in map(str, values):
         if name not in names:
