@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from algorithms.config import TISConfig
@@ -22,10 +21,9 @@ from rollout.config import Quantization
 from trainer.cli.parsers import PARSERS
 from trainer.cli.plan import render_plan
 from trainer.compose.catalog import RecipeCard, find_recipe, read_card, recipe_files
-from trainer.compose.compose import resolve
-from trainer.compose.hydra_session import hydra_session
+from trainer.compose.compose import ComposedRun, resolve
 from trainer.config.paths import config_dir, recipe_dir
-from trainer.config.train import GROUPS, TrainConfig
+from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
 from trainer.limits.estimate import batch_shape
 from trainer.limits.machine import Machine
@@ -81,30 +79,23 @@ def test_a_recipe_is_short_and_states_what_it_is_for(name: str) -> None:
     assert card.verified.startswith(("no, ", "yes, ")), "yes and where, or no and why not"
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_restates_nothing_of_what_it_starts_from(name: str) -> None:
-    content = OmegaConf.load(RECIPES[name])
-    assert isinstance(content, DictConfig)
-    with hydra_session(RECIPES[name], None):
-        composed = compose(name, return_hydra_config=True)
-        choices = composed.hydra.runtime.choices
-        # arithmetic_async may name the lag that it asks about.
-        options = [f"{group}={choices[group]}" for group in GROUPS if group != "schedule"]
-        plain = compose(content.defaults[0].removeprefix("/"), overrides=options)
-    for key in leaves(content):
-        assert OmegaConf.select(composed, key) != OmegaConf.select(plain, key), f"{key} stands there already"
+def data_words(name: str, rows: Path) -> list[str]:
+    """The recipe over the file `rows`, unless it makes its own data."""
+    return [f"data.{part}_path={rows}" for part in ("train", "eval") if not name.startswith(OWN_DATA)]
 
 
 @functools.cache
-def composed(name: str, rows: Path) -> TrainConfig:
-    """The recipe over the file `rows`, unless it makes its own data; no model is looked for."""
-    is_given = not name.startswith(OWN_DATA)
-    words = [f"data.{part}_path={rows}" for part in ("train", "eval") if is_given]
-    resolution = resolve(RECIPES[name], words, own_dir=None, multirun=False)
+def composed_run(name: str, rows: Path) -> ComposedRun:
+    """No model is looked for."""
+    resolution = resolve(RECIPES[name], data_words(name, rows), own_dir=None, multirun=False)
     assert [str(problem) for problem in resolution.problems] == []
-    [run] = resolution.runs
-    assert run.config is not None
-    return run.config
+    return resolution.runs[0]
+
+
+def composed(name: str, rows: Path) -> TrainConfig:
+    config = composed_run(name, rows).config
+    assert config is not None
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +104,21 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
     path.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
     return path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_restates_nothing_of_what_it_starts_from(name: str, rows: Path, tmp_path: Path) -> None:
+    content = OmegaConf.load(RECIPES[name])
+    assert isinstance(content, DictConfig)
+    # arithmetic_async may name the lag that it asks about.
+    empty = {"defaults": [entry for entry in content.defaults if "override /schedule" not in entry]}
+    OmegaConf.save(empty, tmp_path / "empty.yaml")
+    words = [*data_words(name, rows), *(["model.path=other"] if "path" in content.get("model", {}) else [])]
+    [plain] = resolve(tmp_path / "empty.yaml", words, own_dir=None, multirun=False).runs
+    own = composed_run(name, rows).tree
+    assert own is not None and plain.tree is not None
+    for key in leaves(content):
+        assert OmegaConf.select(own, key) != OmegaConf.select(plain.tree, key), f"{key} stands there already"
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compose_cases import messages, own_recipe, resolved
+from compose_cases import messages, own_recipe, recipe, resolved
 
 from trainer.compose.compose import resolve
 from trainer.compose.hydra_session import empty_root, plain
@@ -272,16 +272,15 @@ def test_what_hydra_would_do_in_a_recipe_is_refused(tmp_path: Path) -> None:
 
 
 CODE = "{_target_: os.system, command: 'touch owned'}"
-CHOSEN = "[/train, override /model: arithmetic, override /data: arithmetic, {}, _self_]"
+CHOSEN = "[/train, {}, override /model: arithmetic, override /data: arithmetic, _self_]"
 
 
 @pytest.mark.parametrize(
     ("file", "content", "choice"),
     [
-        ("hydra/callbacks/own.yaml", f"x: {CODE}", "override /hydra/callbacks: own"),
-        ("hydra/launcher/own.yaml", CODE, "override /hydra/launcher: own"),
-        ("hydra/sweeper/own.yaml", CODE, "override /hydra/sweeper: own"),
-        ("hydra/job_logging/own.yaml", "root: {level: INFO}", "override /hydra/job_logging: own"),
+        ("hydra/callbacks/own.yaml", f"x: {CODE}", "/hydra/callbacks: own"),
+        ("hydra/launcher/own.yaml", CODE, "/hydra/launcher: own"),
+        ("hydra/config.yaml", f"launcher: {CODE}", "override /guard: none"),
         ("guard/own.yaml", f"# @package _global_\nhydra: {{callbacks: {{x: {CODE}}}}}", "override /guard: own"),
         ("guard/train.yaml", f"# @package _global_\nhydra: {{callbacks: {{x: {CODE}}}}}", "override /guard: train"),
         ("guard/own.yaml", f"# @package hydra.callbacks.x\n{CODE}", "override /guard: own"),
@@ -296,6 +295,28 @@ def test_nothing_that_hydra_would_call_gets_in_through_files_of_the_user(
     problems = [str(problem) for problem in resolve(path, (), own_dir=tmp_path, multirun=False).problems]
     expected = f"{tmp_path / file}: hydra has no effect: Parity starts the runs itself"
     assert [text for text in problems if text.startswith(expected)], problems
+
+
+def test_what_a_recipe_chooses_for_hydra_is_refused(tmp_path: Path) -> None:
+    for choice in ("override /hydra/launcher: basic", "/hydra/launcher: basic"):
+        path = own_recipe(tmp_path, f"defaults: {CHOSEN.format(choice)}\n")
+        [problem] = resolve(path, (), own_dir=None, multirun=False).problems
+        assert "hydra/launcher" in str(problem)
+
+
+def test_a_file_in_the_place_of_an_option_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "guard").mkdir()
+    (tmp_path / "guard" / "mismatch.yaml").write_text("defaults: [none]\n")
+    path = own_recipe(tmp_path, f"defaults: {CHOSEN.format('override /guard: mismatch')}\n")
+    [problem] = resolve(path, (), own_dir=tmp_path, multirun=False).problems
+    assert str(problem).startswith(f"{tmp_path}/guard/mismatch.yaml must not have the name of an option of guard")
+
+
+def test_files_of_one_directory_are_no_options_of_the_next_command(tmp_path: Path) -> None:
+    (tmp_path / "guard").mkdir()
+    (tmp_path / "guard" / "careful.yaml").write_text("defaults: [mismatch]\n")
+    assert not resolve(recipe("arithmetic_grpo"), ["guard=careful"], own_dir=tmp_path, multirun=False).problems
+    assert messages("guard=careful")[0].startswith("guard must be one of mismatch, none, got 'careful'")
 
 
 def test_a_recipe_cannot_put_a_secret_of_the_environment_into_the_config(

@@ -11,16 +11,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
-from hydra import compose
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.config import NOT_SET, Problem
@@ -29,21 +28,29 @@ from rollout.processes.custom_code import is_custom, similar_custom
 from trainer.compose.catalog import recipe_files, recipe_name
 from trainer.compose.choices import own_class, plain, without_choices
 from trainer.compose.home import expand_homes
-from trainer.compose.hydra_session import SCHEMA, add_option, hydra_session
+from trainer.compose.hydra_session import SCHEMA, add_option, hydra_session, options_of
 from trainer.compose.keys import field_names, lists_once, nearest
-from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_override
+from trainer.compose.overrides import SWEEP_DIR, change, expand, parse
 from trainer.compose.peers import CHOICES
 from trainer.compose.read import HYDRA_KEY, build_config
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 from trainer.config.train import CUSTOM, GROUPS, PRESETS, TrainConfig
 from trainer.config.training import ModelConfig, RunConfig
+from trainer.rundir.provenance import escaped
 from trainer.rundir.run_dir import CONFIG_FILE, with_changed_files
 from trainer.text.yaml_text import load_yaml
 
-HYDRA_OPTIONS = ("basic", "default")
-"""Options of Hydra's own groups that Hydra chooses by itself."""
-YamlFile = tuple[str, str, DictConfig]
-"""Path of a file, prefix of its keys, content."""
+
+class Part(NamedTuple):
+    """What an entry of the defaults list adds to the tree."""
+
+    name: str
+    """Of the config, as Hydra calls it: group/option, or a recipe's name."""
+    file: str
+    """Path of its file; empty for what is made from dataclasses."""
+    prefix: str
+    """Of its keys, with a dot at the end; empty for the root."""
+    content: Mapping[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,13 +122,14 @@ def _compose_run(
     problems: list[Problem] = []
     root: DictConfig | None = None
     defaults: list[ResultDefault] = []
-    files: list[YamlFile] = []
+    parts: list[Part] = []
     try:
-        root, defaults, files = _compose(recipe, overrides, loader=loader, found=problems, unneeded=unneeded)
+        root, defaults, parts = _compose(recipe, overrides, loader=loader, found=problems, unneeded=unneeded)
     except Exception as error:  # Invalid YAML, a cycle: Hydra lets errors of other packages through.
         problems.append(_not_composed(error, recipe))
     config, tree, model, output_dir, has_default_dir, chosen = None, None, None, None, False, _chosen(defaults)
     if root is not None:
+        files = [part for part in parts if part.file]
         _drop_replaced(root, chosen, overrides, files)
         for name, kind in (get_type_hints(TrainConfig) | chosen).items() if unneeded else ():
             without_choices(root.get(name, None), kind, f"{name}.", unneeded)
@@ -163,8 +171,8 @@ def _compose(
     loader: ConfigLoader,
     found: list[Problem],
     unneeded: tuple[str, ...],
-) -> tuple[DictConfig | None, list[ResultDefault], list[YamlFile]]:
-    """Compose the recipe -> (tree, entries of the defaults list, their files); the tree is None where `found` says why.
+) -> tuple[DictConfig | None, list[ResultDefault], list[Part]]:
+    """Compose the recipe -> (tree, entries of the defaults list, their parts); the tree is None where `found` says why.
 
     Raises errors of Hydra, OmegaConf, YAML and the file system, for example of an unreadable file. A misspelt option
     is reported and replaced with the nearest option, so that the keys below it can be checked.
@@ -183,7 +191,7 @@ def _compose(
         group, value = override.key_or_group, override.value()
         if group in GROUPS:
             options = loader.get_group_options(group)
-            choices[group] = lenient(override)
+            choices[group] = (override.input_line or "").lstrip("+")
             if not override.is_delete() and value not in options:
                 choices[group] = _other_option(group, value, options, "", found, unneeded) or choices[group]
     while True:
@@ -200,17 +208,30 @@ def _compose(
     if SCHEMA not in order or MAIN_CONFIG not in order or order.index(recipe.stem) < order.index(MAIN_CONFIG):
         found.append(_of_defaults(recipe, shown))
         return None, [], []
-    files = list(_files(defaults, loader))
-    found += _about_hydra(defaults, files)
-    if flat := list(_not_sections(files)):  # Hydra could not merge it with the section
-        found += flat
-        return None, list(defaults), files
-    values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
-    words = [*choices.values(), *values, recipe_override(recipe_name(recipe))]
-    root = compose(recipe.stem, overrides=words, return_hydra_config=True)
+    parts = list(_parts(defaults, loader))
+    found += _about_hydra(parts)
+    if unfit := [*_hiding(parts), *_not_sections(parts)]:  # could not be merged with the other parts
+        found += unfit
+        return None, list(defaults), parts
+    root = _merged(parts)
+    for override in overrides:
+        if override.key_or_group not in GROUPS:
+            change(root, override)
+    root.run.recipe = escaped(recipe_name(recipe))
     for group in (name for name in GROUPS if name in unneeded and choices.get(name) == _stand_in(name)):
         root[group] = plain([*GROUPS[group].values()][-1])
-    return root, list(defaults), files
+    return root, list(defaults), parts
+
+
+def _merged(parts: Sequence[Part]) -> DictConfig:
+    """The values of all `parts` in one tree; later ones override earlier ones, lists as a whole."""
+    root = OmegaConf.create()
+    for part in parts:
+        values: dict[str, Any] = {key: value for key, value in part.content.items() if key != "defaults"}
+        for name in reversed(part.prefix.split(".")[:-1]):
+            values = {name: values}
+        root.merge_with(values)
+    return root
 
 
 def _of_defaults(recipe: Path, shown: object) -> Problem:
@@ -221,30 +242,36 @@ def _of_defaults(recipe: Path, shown: object) -> Problem:
     return Problem(key=f"{recipe}: defaults", rule=rule, value=given, remedy=remedy)
 
 
-def _about_hydra(defaults: Sequence[ResultDefault], files: Sequence[YamlFile]) -> list[Problem]:
-    """Problems of `files`, as of `_files`, that set, or choose, a part of Hydra's own section, wherever they put it.
-
-    That section can name any class or function for Hydra to call: callbacks, launchers, sweepers, log handlers.
-    """
+def _about_hydra(parts: Sequence[Part]) -> list[Problem]:
+    """Problems of `parts` that set, or choose, a part of Hydra's own section, wherever they put it."""
     rule, found = "has no effect: Parity starts the runs itself", []
-    for file, prefix, content in files:
-        given = content.get(HYDRA_KEY) if not prefix else content if f"{prefix}.".startswith(f"{HYDRA_KEY}.") else None
-        if given is not None and Path(file) != config_dir() / f"{MAIN_CONFIG}.yaml":
-            shown = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
-            found.append(Problem(key=f"{file}: {HYDRA_KEY}", rule=rule, value=shown, remedy="Remove it."))
-    for default in defaults:
-        group, _, name = (default.config_path or "").rpartition("/")
-        if group.startswith(f"{HYDRA_KEY}/") and name not in HYDRA_OPTIONS:
+    for part in parts:
+        is_inside = f"{part.prefix}.".startswith(f"{HYDRA_KEY}.")
+        given = part.content if is_inside else None if part.prefix else part.content.get(HYDRA_KEY)
+        if part.file and given is not None and Path(part.file) != config_dir() / f"{MAIN_CONFIG}.yaml":
+            found.append(Problem(key=f"{part.file}: {HYDRA_KEY}", rule=rule, value=given, remedy="Remove it."))
+        group, _, name = part.name.rpartition("/")
+        if group.startswith(f"{HYDRA_KEY}/"):
             found.append(Problem(key=group, rule=rule, value=name, remedy="Remove it from the defaults."))
     return found
 
 
-def _not_sections(files: Sequence[YamlFile]) -> Iterator[Problem]:
-    """Yield the problems of `files`, as of `_files`, that give a single value, or a list, for a section."""
+def _hiding(parts: Sequence[Part]) -> Iterator[Problem]:
+    """Yield the problems of files that stand in the place of an option."""
+    for part in parts:
+        group, _, name = part.name.partition("/")
+        if part.file and name in options_of(group):
+            remedy = f"Give it another name, and begin it with defaults: [{name}, _self_]."
+            yield Problem(
+                key=part.file, rule=f"must not have the name of an option of {group}", value=name, remedy=remedy
+            )
+
+
+def _not_sections(parts: Sequence[Part]) -> Iterator[Problem]:
+    """Yield the problems of `parts` that give a single value, or a list, for a section."""
     kinds = get_type_hints(TrainConfig)
-    for file, prefix, content in files:
-        given = OmegaConf.to_container(content)
-        for section, value in given.items() if isinstance(given, dict) and not prefix else ():
+    for _, file, prefix, content in parts:
+        for section, value in content.items() if not prefix else ():
             # `build_config` names the options of a group that is given as a single value.
             wrong = isinstance(value, list) if section in GROUPS else not isinstance(value, dict)
             if section in kinds and wrong:
@@ -305,29 +332,28 @@ def _drop_replaced(
     root: DictConfig,
     chosen: Mapping[str, type],
     overrides: Sequence[Override],
-    files: Sequence[YamlFile],
+    files: Sequence[Part],
 ) -> None:
     """Where a recipe, or a word of the command line, chooses another option of a group than the recipe below it, drop
     the keys that the recipe below sets and that only other options of the group have.
 
     A recipe with model.path would otherwise refuse model=smollm2. A key that is set together with the choice, or later,
-    stays, and is refused. `files` are as of `_files`.
+    stays, and is refused. `files` are the parts that stand in files.
     """
     named = [override.key_or_group for override in overrides]
     for group, kind in chosen.items():
-        choosing = [index for index, (_, _, content) in enumerate(files) if group in _overridden(content)]
+        choosing = [index for index, file in enumerate(files) if group in _overridden(file.content)]
         choice = len(files) if group in named else choosing[-1] if choosing else 0
-        with_choice = [file for index, file in enumerate(files) if index >= choice or file[1] == f"{group}."]
-        before = [name for _, _, content in files if is_custom(name := _overridden(content).get(group, ""))]
+        with_choice = [file for index, file in enumerate(files) if index >= choice or file.prefix == f"{group}."]
+        before = [name for file in files if is_custom(name := _overridden(file.content).get(group, ""))]
         options = [*GROUPS[group].values(), *(option for name in before for option in _readable(group, name))]
         others = {key for option in options for key in field_names(option)}
         for key in others - set(field_names(kind)):
             path = f"{group}.{key}."
             is_set = any(f"{name}.".startswith(path) for name in named)
-            is_set |= any(_sets(content, path, prefix) for _, prefix, content in with_choice)
+            is_set |= any(_sets(file, path) for file in with_choice)
             if isinstance(root.get(group), DictConfig) and not is_set:
-                with open_dict(root):
-                    root[group].pop(key, None)
+                root[group].pop(key, None)
 
 
 def _readable(group: str, name: str) -> list[type]:
@@ -338,14 +364,14 @@ def _readable(group: str, name: str) -> list[type]:
         return []
 
 
-def _overridden(content: DictConfig) -> dict[str, str]:
+def _overridden(content: Mapping[str, Any]) -> dict[str, str]:
     """Group -> the option that the defaults list of a file chooses, in entries `override /<group>: <option>`."""
-    entries = [entry for entry in content.get("defaults") or [] if isinstance(entry, DictConfig)]
+    entries = [entry for entry in content.get("defaults") or [] if isinstance(entry, Mapping)]
     pairs = [(str(key), str(value)) for entry in entries for key, value in entry.items()]
     return {k.removeprefix("override ").strip().lstrip("/"): v for k, v in pairs if k.startswith("override ")}
 
 
-def _located(problems: Sequence[Problem], overrides: Sequence[Override], files: Sequence[YamlFile]) -> list[Problem]:
+def _located(problems: Sequence[Problem], overrides: Sequence[Override], files: Sequence[Part]) -> list[Problem]:
     """The `problems` in the order of the command line; problems of YAML files come first and name the file."""
     names = [f"{override.key_or_group}." for override in overrides]
     ordered: list[tuple[int, Problem]] = []
@@ -353,26 +379,27 @@ def _located(problems: Sequence[Problem], overrides: Sequence[Override], files: 
         key = f"{problem.key.lstrip('~')}."
         by_word = [index for index, name in enumerate(names) if key.startswith(name) or name.startswith(key)]
         if not by_word:
-            setting = [file for file, prefix, content in files if _sets(content, key, prefix)]
+            setting = [part.file for part in files if _sets(part, key)]
             problem = replace(problem, key=f"{setting[-1]}: {problem.key}" if setting else problem.key)
         ordered.append((by_word[-1] if by_word else -1, problem))
     return [problem for _, problem in sorted(ordered, key=lambda pair: pair[0])]
 
 
-def _files(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> Iterator[YamlFile]:
-    """Yield (path, prefix of the keys, content) of the YAML files in `defaults`; later files override earlier ones."""
+def _parts(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> Iterator[Part]:
+    """Yield the part of every entry of `defaults`; later ones override earlier ones."""
     for default in defaults:
         name, package = default.config_path, (default.package or "").replace("_global_", "")
         source = next((source for source in loader.get_sources() if name and source.is_config(name)), None)
-        if name is not None and source is not None and source.scheme() == "file":
-            content = source.load_config(name).config
-            assert isinstance(content, DictConfig)
-            yield f"{source.path}/{name}.yaml", f"{package}." if package else "", content
+        if name is not None and source is not None:
+            content = OmegaConf.to_container(source.load_config(name).config)
+            assert isinstance(content, dict)
+            file = f"{source.path}/{name}.yaml" if source.scheme() == "file" else ""
+            yield Part(name=name, file=file, prefix=f"{package}." if package else "", content=content)
 
 
-def _sets(content: DictConfig, key: str, prefix: str) -> bool:
-    """True if a file with this content, below `prefix`, sets `key`, which ends in a dot."""
-    return key.startswith(prefix) and _holds(OmegaConf.to_container(content), key[len(prefix) : -1])
+def _sets(part: Part, key: str) -> bool:
+    """True if `part` sets `key`, which ends in a dot."""
+    return key.startswith(part.prefix) and _holds(part.content, key[len(part.prefix) : -1])
 
 
 def _holds(node: object, key: str) -> bool:

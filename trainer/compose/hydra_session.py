@@ -1,4 +1,4 @@
-"""Hydra with the project's configs: the groups, configs/, recipes/ and the user's own directory.
+"""Hydra with the project's configs: the options of the groups, configs/, recipes/ and the user's own directory.
 
 Hydra composes plain values: an unknown key or a wrong type does not stop Hydra, so that `read.py` can check the whole
 result against the dataclasses and report all problems at once. `compose.py` composes inside a `hydra_session`.
@@ -10,14 +10,15 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
@@ -29,10 +30,10 @@ from trainer.config.train import GROUPS, PRESETS, TrainConfig
 
 VERSION_BASE = "1.3"
 """Version of Hydra whose behaviour the configs expect."""
-_added: list[tuple[str, str]] = []
-"""(group in Hydra's ConfigStore, name) of the options of files that the running session has added."""
 SCHEMA = "parity_schema"
-"""Name in Hydra's ConfigStore of the config with all sections but the groups; first entry of configs/train.yaml."""
+"""Name of the config with all sections but the groups; first entry of configs/train.yaml."""
+HYDRA_CONFIG = "hydra/config"
+"""Hydra's own config, with its launchers, log handlers and help: empty, because Parity starts the runs itself."""
 
 
 def empty_root() -> DictConfig:
@@ -41,36 +42,71 @@ def empty_root() -> DictConfig:
     return OmegaConf.create({name: plain(kind) for name, kind in hints.items() if name not in GROUPS})
 
 
+def options_of(group: str) -> dict[str, Any]:
+    """Name -> config class, or preset, of every option of a group."""
+    return {**GROUPS.get(group, {}), **PRESETS.get(group, {})}
+
+
+class ParityOptions(ConfigSource):
+    """The options of the groups for Hydra, each made when it is chosen.
+
+    Hydra copies everything in its own ConfigStore several times in every composition.
+    """
+
+    of_files: ClassVar[dict[str, type]] = {}
+    """group/path.py:Name -> class, of the running session."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "parity"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path in GROUPS
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.partition("/")
+        return config_path in (SCHEMA, HYDRA_CONFIG) or config_path in self.of_files or name in options_of(group)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return [] if results_filter is ObjectType.GROUP else sorted(options_of(config_path))
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        group, _, name = config_path.partition("/")
+        if config_path in (SCHEMA, HYDRA_CONFIG):
+            group, node = "", empty_root() if config_path == SCHEMA else OmegaConf.create()
+        else:
+            node = plain(self.of_files.get(config_path) or options_of(group)[name])
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=node, header={"package": group})
+
+
+class ParitySearchPath(SearchPathPlugin):
+    """Search path of Hydra: configs/, the recipe's directory ("main"), the user's directory, recipes/, the options."""
+
+    own_dir: ClassVar[Path | None] = None
+    """The user's directory of the running session."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.prepend("parity", f"file://{config_dir()}", SearchPathQuery(provider="main"))
+        if self.own_dir is not None:
+            search_path.append("config-dir", f"file://{self.own_dir.resolve()}")
+        search_path.append("parity", f"file://{recipe_dir()}")
+        search_path.append("parity", f"{ParityOptions.scheme()}://")
+
+
 @functools.cache
-def register(own_dir: Path | None) -> None:
-    """Register the groups and the YAML directories with Hydra, once, for the life of this process."""
+def _register() -> None:
+    """Make Hydra know the two plugins, once, for the life of this process."""
     OmegaConf.register_new_resolver("oc.env", _public_variable, replace=True)
-    store = ConfigStore.instance()
-    store.store(name=SCHEMA, node=empty_root())
-    for group, kinds in GROUPS.items():
-        for name, option in {**kinds, **PRESETS.get(group, {})}.items():
-            store.store(group=group, name=name, node=plain(option))
-
-    class ParitySearchPath(SearchPathPlugin):
-        """Search path of Hydra: configs/, the recipe's directory ("main"), the user's directory, recipes/."""
-
-        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-            search_path.prepend("parity", f"file://{config_dir()}", SearchPathQuery(provider="main"))
-            if own_dir is not None:
-                search_path.append("config-dir", f"file://{own_dir.resolve()}")
-            search_path.append("parity", f"file://{recipe_dir()}")
-
+    Plugins.instance().register(ParityOptions)
     Plugins.instance().register(ParitySearchPath)
 
 
 def add_option(group: str, name: str, kind: type) -> None:
-    """Make `group=name` choose the class `kind` of a file, until the end of the `hydra_session`.
-
-    Hydra takes the / of its path for nested groups.
-    """
-    path, _, leaf = f"{group}/{name}".replace("//", "/").rpartition("/")
-    ConfigStore.instance().store(group=path, name=leaf, node=plain(kind), package=group)
-    _added.append((path, leaf))
+    """Make `group=name` choose the class `kind` of a file, until the end of the `hydra_session`."""
+    ParityOptions.of_files[f"{group}/{name}"] = kind
 
 
 def _public_variable(name: str, *default: str | None) -> str | None:
@@ -84,11 +120,11 @@ def _public_variable(name: str, *default: str | None) -> str | None:
 @contextmanager
 def hydra_session(recipe: Path, own_dir: Path | None) -> Iterator[ConfigLoader]:
     """Hydra, initialised to compose the recipe in the file `recipe`."""
-    register(own_dir)
+    _register()
+    ParitySearchPath.own_dir = own_dir
     try:
         with initialize_config_dir(str(recipe.parent), job_name="parity", version_base=VERSION_BASE):
             yield GlobalHydra.instance().config_loader()
     finally:
-        for path, leaf in _added:  # the next session reads the file again, and lists no option of this one
-            functools.reduce(dict.__getitem__, path.split("/"), ConfigStore.instance().repo).pop(f"{leaf}.yaml", None)
-        _added.clear()
+        ParityOptions.of_files.clear()  # the next session reads the file again, and lists no option of this one
+        ParitySearchPath.own_dir = None

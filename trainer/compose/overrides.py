@@ -15,6 +15,8 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError
 
 from algorithms.config import Problem
 from trainer.config.train import GROUPS
@@ -39,11 +41,6 @@ def long_form(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(_LONG + word.removeprefix(_SHORT) if word.startswith(_SHORT) else word for word in words)
 
 
-def recipe_override(name: str) -> str:
-    """The override that records the recipe's name in the config."""
-    return f"run.recipe={_quoted(name)}"
-
-
 def directory_override(run_dir: Path) -> str:
     """The override that names the directory of the run to continue."""
     return f"run.dir={_quoted(str(run_dir))}"
@@ -54,11 +51,17 @@ def override_words(values: Mapping[str, object]) -> list[str]:
     return [f"{key}={_written(value)}" for key, value in values.items()]
 
 
-def lenient(override: Override) -> str:
-    """The word of `override` in a form that sets existing and unknown keys; `read.py` reports unknown keys."""
-    word = (override.input_line or "").lstrip("+")
-    is_value = override.key_or_group not in GROUPS and not override.is_hydra_override() and not override.is_delete()
-    return f"++{word}" if is_value else word
+def change(root: DictConfig, override: Override) -> None:
+    """Set the key of `override`, also an unknown one, or delete it; `read.py` reports the keys that must not be there
+    and those that must. Raises errors of OmegaConf."""
+    section, _, name = override.key_or_group.rpartition(".")
+    if not override.is_delete():
+        OmegaConf.update(root, override.key_or_group, override.value())
+        return
+    holder = OmegaConf.select(root, section) if section else root
+    if not isinstance(holder, DictConfig) or name not in list(holder):
+        raise ConfigKeyError(f"~{override.key_or_group} removes a key that is not there")
+    del holder[name]
 
 
 def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tuple[list[Override], list[Problem]]:
