@@ -145,6 +145,7 @@ def _rows(directory: Path) -> FileDataConfig:
 
 def test_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.limits.estimate, "LOGPROB_CHUNK_TOKENS", 10)
+    monkeypatch.setattr(trainer.limits.estimate, "CHUNK_BYTES", 0)
     config = replace(
         arithmetic_config(),
         model=ArithmeticModelConfig(hidden_size=128, num_layers=3),

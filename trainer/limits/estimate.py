@@ -32,11 +32,11 @@ MASTER_BYTES = 4
 ADAMW_BYTES = 8
 """Bytes per parameter that AdamW keeps: two float32 moments."""
 LOGPROB_CHUNK_TOKENS = 512
-"""Tokens whose full-vocabulary logits are in memory at the same time: 155 MB in bfloat16 with 150,000 words, and enough
-rows for an efficient product."""
-GPU_CHUNK_BYTES = 2**30
-"""Logits in memory at the same time on a GPU, bytes. A larger chunk sums the head's gradient from fewer products, each
-of which is rounded, and adds each to the sum of 4 bytes per number. Not yet run on a GPU."""
+"""Least number of tokens whose full-vocabulary logits are in memory at the same time: 155 MB in bfloat16 with 150,000
+words, and enough rows for an efficient product."""
+CHUNK_BYTES, GPU_CHUNK_BYTES = 2**27, 2**30
+"""Logits in memory at the same time on a CPU and on a GPU, bytes. A larger chunk sums the head's gradient from fewer
+products, each of which is rounded, and adds each to the sum of 4 bytes per number. Not yet run on a GPU."""
 SOFTMAX_SCRATCH_BYTES = 2 * 4 * 2**24
 """Maximum size of the two float32 blocks of logits in which the softmax runs, bytes
 (trainer/scoring/logprob_head.py)."""
@@ -253,10 +253,9 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> tuple[int, int]:
 
 def logprob_chunk_tokens(config: TrainConfig, *, vocab_size: int) -> int:
     """Tokens whose full-vocabulary logits a rank holds at the same time."""
-    if not config.policy.gpus_per_worker:
-        return LOGPROB_CHUNK_TOKENS
     number = MASTER_BYTES if config.policy.fp32_head else DTYPE_BYTES[config.policy.dtype]
-    return max(LOGPROB_CHUNK_TOKENS, GPU_CHUNK_BYTES // (vocab_size * number))
+    room = GPU_CHUNK_BYTES if config.policy.gpus_per_worker else CHUNK_BYTES
+    return max(LOGPROB_CHUNK_TOKENS, room // (vocab_size * number))
 
 
 def backward_bytes(

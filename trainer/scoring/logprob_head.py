@@ -311,7 +311,8 @@ class _TokenLogprobs(torch.autograd.Function):
         # Summed over chunks; what nobody needs is never allocated.
         of_hidden, _, of_weight, of_bias, *_ = ctx.needs_input_grad
         by_hidden = torch.empty_like(hidden, dtype=head.dtype) if of_hidden else None
-        by_weight = torch.zeros_like(weight, dtype=head.wide) if of_weight else None
+        is_summed = of_weight and len(head.chunks) != 1
+        by_weight = torch.zeros_like(weight, dtype=head.wide) if is_summed else None
         by_bias = weight.new_zeros(weight.shape[0], dtype=head.wide) if of_bias else None
         for chunk in reversed(head.chunks):
             logits = head.buffer[: chunk.stop - chunk.start] if is_computed else head.logits(chunk)
@@ -324,6 +325,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(logits, head.weight, out=by_hidden[chunk])
             if by_weight is not None:
                 _add_product(by_weight, logits.T, head.hidden(chunk))
+            elif of_weight:
+                by_weight = logits.T @ head.hidden(chunk)
             if by_bias is not None:
                 by_bias.add_(logits.sum(0, dtype=by_bias.dtype))
         by_weight, by_bias = (None if sums is None else sums.to(weight.dtype) for sums in (by_weight, by_bias))
