@@ -221,18 +221,19 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> tuple[int, int]:
     """Bytes that the decoder keeps for the backward pass of the largest micro-batch, and those of a layer that is
     computed again there, both from its widths.
 
-    Per token and layer: the inputs of two norms in float32 and of every product in the compute dtype (two of the
-    residual's width for the norms, two for the products after them; queries, keys, values and twice the attention's
+    Per token and layer: the inputs of two norms, on a GPU in float32, and of every product in the compute dtype (two of
+    the residual's width for the norms, two for the products after them; queries, keys, values and twice the attention's
     output; four of the MLP's width, which are those of its experts in a mixture, with two of the residual's width for
-    each of these). On a CPU attention and its inputs are float32; in float32 on a GPU every head has
-    keys and values of its own. A checkpointed layer keeps its input; one layer at a time is computed again and held in
+    each of these). On a CPU attention and its inputs are float32; in float32 on a GPU every head has keys and values of
+    its own. A checkpointed layer keeps its input; one layer at a time is computed again and held in
     full.
     """
     number, hidden = DTYPE_BYTES[config.policy.dtype], shape.hidden_size
     attention_parameters = hidden * (2 * shape.attention_size + shape.kv_size)
     of_layer = shape.layer_parameters - shape.idle_parameters // shape.num_layers  # what a token meets
     mlp_size = max(0, of_layer - attention_parameters) // (3 * hidden)
-    norms = 2 * hidden * (MASTER_BYTES + number)
+    norm_number = MASTER_BYTES if config.policy.gpus_per_worker else number  # trainer/scoring/rms_norm.py
+    norms = 2 * hidden * (norm_number + number)
     attention_number = number if config.policy.gpus_per_worker else DTYPE_BYTES[DType.float32]
     products = (2 * hidden * (1 + shape.experts_per_token) + shape.attention_size + 4 * mlp_size) * number
     is_repeated = config.policy.gpus_per_worker > 0 and config.policy.dtype is DType.float32
@@ -244,7 +245,7 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> tuple[int, int]:
     computed = sum(group.num_tokens for group in groups)
     layer = computed * (norms + products) + copied * kv_size * attention_number
     # After the last layer: a norm, its output and the scored rows of the output.
-    after = computed * hidden * (MASTER_BYTES + 3 * number)
+    after = computed * hidden * (norm_number + 3 * number)
     every = config.policy.activation_checkpoint_every
     checkpointed = math.ceil(shape.num_layers / every) if every else 0
     kept = (shape.num_layers - checkpointed) * layer + checkpointed * computed * hidden * number + after

@@ -38,6 +38,7 @@ from trainer.policy.lora import Part, Update, fill_adapter, updates
 from trainer.policy.stored import StoredTensor, stored_tensors
 from trainer.scoring.attention import PACKED_ATTENTION, packed_attention
 from trainer.scoring.forward import ScoringModel
+from trainer.scoring.rms_norm import use_fused_norms
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def empty_causal_lm(path: Path, *, attention: str = PACKED_ATTENTION) -> PreTrai
     model = _without_padding(model, path)
     model.tie_weights()  # accelerate makes a new parameter wherever one is registered: tied ones come apart
     use_fast_products(model)
+    use_fused_norms(model)
     return model
 
 

@@ -1,0 +1,75 @@
+"""RMSNorm whose backward pass is one kernel of torch instead of a dozen passes over float32 tensors, on a CPU.
+
+    y = w n,  n = x r,  r = 1 / sqrt(mean(x^2) + eps)             dx = r (w dy - n mean(w dy n)),  dw = sum(dy n)
+
+torch has this kernel for LayerNorm, which also subtracts the mean: with 0 for the mean of x it computes dx - r mean(w
+dy). Values stay those of transformers, to the bit; gradients are rounded no more often than there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+TRIED_ROWS = 8
+"""Random rows on which a norm is compared with that of this file."""
+
+
+def use_fused_norms(model: nn.Module) -> None:
+    """Give every RMSNorm of `model` this backward pass, in place; names, parameters and values stay.
+
+    A norm that computes anything else, as by 1 + w, is left alone: it is tried, whatever its name. Weights may be meta.
+    """
+    for module in model.modules():
+        if is_plain_norm(module):
+            module.forward = partial(_forward, module, module.forward)
+
+
+def is_plain_norm(module: nn.Module) -> bool:
+    """True if `module` computes y, in float32 with n rounded to the type of x, as most models of transformers do."""
+    parameters, epsilon = dict(module.named_parameters()), getattr(module, "variance_epsilon", None)
+    if list(parameters) != ["weight"] or parameters["weight"].ndim != 1 or epsilon is None:
+        return False
+    drawn = torch.randn(TRIED_ROWS + 1, len(parameters["weight"]), generator=torch.Generator().manual_seed(0))
+    weight, states = drawn[0].bfloat16(), drawn[1:].bfloat16()
+    with torch.no_grad():
+        found = torch.func.functional_call(module, {"weight": weight}, (states,))
+        return torch.equal(found, _RMSNorm.apply(states, weight, epsilon))
+
+
+def _forward(module: nn.Module, usual: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    weight: Any = module.weight
+    if states.device.type != "cpu" or states.dtype != weight.dtype or torch.compiler.is_compiling():
+        return usual(states)
+    found: Tensor = _RMSNorm.apply(states, weight, module.variance_epsilon)
+    return found
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = states.to(torch.float32)
+        rate = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        normed = (wide * rate).to(states.dtype)
+        ctx.save_for_backward(states, normed, weight, rate)
+        return weight * normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        states, normed, weight, rate = ctx.saved_tensors
+        of_states, of_weight, _ = ctx.needs_input_grad
+        by_states = None
+        if of_states:
+            size = states.shape[-1:]
+            mask = [True, False, False]
+            by_states, _, _ = torch.ops.aten.native_layer_norm_backward(
+                grad.contiguous(), states, size, torch.zeros_like(rate), rate, weight.float(), None, mask
+            )
+            by_states += rate * (grad @ weight).unsqueeze(-1) / size[0]
+        return by_states, (grad * normed).flatten(0, -2).sum(0) if of_weight else None, None
