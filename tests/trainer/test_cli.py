@@ -1,4 +1,4 @@
-"""The real command line, in a process of its own: help, exit codes, messages, sweeps, completion."""
+"""The real command line: help, exit codes, messages, sweeps, completion."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rollout.rewards.scorer import RewardError
 from trainer.cli.commands import run
 from trainer.cli.job import ERROR_LOG, failed
 from trainer.cli.parsers import PARSERS
+
+pytestmark = pytest.mark.usefixtures("no_cached_model")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["recipes", "--help"], ["replay", "--help"], ["train", "--help"]])
@@ -175,7 +177,7 @@ def test_flags_that_cannot_be_used(words: list[str], expected: str, capsys: pyte
 
 def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     words = ("train", "--dry-run", "arithmetic_grpo", "rollout=torch")
-    outcome = parity(*words, cwd=tmp_path, watched=HEAVY, env={"PARITY_CACHE": str(tmp_path)})
+    outcome = parity(*words, cwd=tmp_path, watched=HEAVY)
     assert (outcome.code, outcome.err, outcome.loaded) == (0, "", ())
     labels = [line.split()[0] for line in outcome.out.splitlines() if not line.startswith(" ")]
     assert labels == [

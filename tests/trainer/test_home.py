@@ -284,7 +284,7 @@ def test_the_config_that_is_shown_is_the_one_of_the_run(home: Path, flags: tuple
     cwd = home.parent / "work"
     file = own_recipe(home, RECIPE.format(home="~"))
     words = ("train", str(file), "advantage.estimator=gae", "critic.path=~/other", "+eval.sets.w=~/train.jsonl@x")
-    outcome = parity(*words, *flags, cwd=cwd, env={"HOME": str(home)})
+    outcome = parity(*words, *flags, cwd=cwd)
     assert (outcome.code, outcome.err) == (0, "")
     shown = OmegaConf.to_container(OmegaConf.create(outcome.out))
     assert isinstance(shown, dict)
@@ -299,7 +299,7 @@ def test_the_config_that_is_shown_is_the_one_of_the_run(home: Path, flags: tuple
 
 def test_a_config_that_is_refused_is_shown_with_its_home_directories(home: Path) -> None:
     words = ("train", "arithmetic_grpo", "model=hf", "model.path=~/model", "optim.lr=-1")
-    outcome = parity(*words, "--cfg", "job", cwd=home, env={"HOME": str(home)})
+    outcome = parity(*words, "--cfg", "job", cwd=home)
     assert outcome.code == 0 and yaml.safe_load(outcome.out)["model"]["path"] == f"{home}/model"
     assert "a run with this configuration is refused" in outcome.err
 
@@ -344,7 +344,7 @@ def test_words_that_compose_no_config_know_the_home_directory(home: Path, monkey
 def test_no_command_makes_a_directory_named_after_an_unknown_user(home: Path, words: tuple[str, ...]) -> None:
     (home / "run").mkdir()
     cwd = home.parent / "work"
-    outcome = parity(*words, cwd=cwd, env={"HOME": str(home)})
+    outcome = parity(*words, cwd=cwd)
     assert outcome.code == 2 and "must not begin with ~nobody_here: this machine has no user" in outcome.err
     assert list(cwd.iterdir()) == []
 
