@@ -33,68 +33,90 @@ def refused(tmp_path, tokenizer, prompt, **changes):
     return data.skipped[0].problem
 
 
-@pytest.mark.parametrize(
-    ("prompt", "problem"),
-    [
-        ([ASKED, ANSWERED], "ends with a message of the assistant.*data.continue_assistant=true"),
-        ([ANSWERED], "has no message of a user"),
-        ([{"role": "system", "content": "Add."}], "has no message of a user"),
-        (
-            [{"role": "system", "content": "Add."}, {"role": "developer", "content": "Be brief."}],
-            "no message of a user",
-        ),
-        ([{"role": "system", "content": "Add."}, {"role": "user", "content": " \n"}], "is empty"),
-        ([{"role": "human", "content": "2+3?"}], "role 'human' is none that the chat template knows .* user here"),
-        ([ASKED, {"role": "gpt", "content": "5"}], "ends with a message of the assistant"),
-        ([ASKED, {"role": "judge", "content": "?"}], "role 'judge' is none that the chat template knows"),
-        ([{"from": "human", "value": "2+3?"}], "Rename them to role and content, and human to user"),
-        (json.dumps([ASKED, ANSWERED]), "ends with a message of the assistant"),
-        (json.dumps([{"from": "human", "value": "2+3?"}]), "Rename them to role and content"),
-        (
-            str([ASKED, ASKED]).replace("}, {", "}\n {"),
-            "chat messages as text that is no list. Save the column as JSON",
-        ),
-        (f"array([{ASKED}], dtype=object)", "as text that is no list"),
-        (json.dumps([ASKED])[:-4], "as text that is no list"),
-        (json.dumps(json.dumps([ASKED])), "as text that is no list"),
-        ([{"role": "tool", "content": "5"}], "has no message of a user"),
-        ([ASKED, ANSWERED, {"role": "user", "content": " "}], "is empty"),
-        ([{"role": "User", "content": "2+3?"}], "role 'User' is none .* user here"),
-        ([{"role": "user", "content": [{"type": "image", "text": "", "image": "a.png"}]}], "content of the type image"),
-        (
-            [ASKED, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}, ASKED],
-            "leaves out the call of the tool add",
-        ),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x.png"}]}], "content of the type image_url"),
-        ([{"role": "user", "content": None}], "without role or content"),
-        ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "half of a surrogate pair"),
-    ],
-)
-def test_a_conversation_that_is_no_prompt_is_a_bad_row(tmp_path, tokenizer, prompt, problem):
-    assert re.search(problem, refused(tmp_path, tokenizer, prompt))
+BAD = [
+    ([ASKED, ANSWERED], "ends with a message of the assistant.*data.continue_assistant=true"),
+    ([ANSWERED], "has no message of a user"),
+    ([{"role": "system", "content": "Add."}], "has no message of a user"),
+    (
+        [{"role": "system", "content": "Add."}, {"role": "developer", "content": "Be brief."}],
+        "no message of a user",
+    ),
+    ([{"role": "system", "content": "Add."}, {"role": "user", "content": " \n"}], "is empty"),
+    ([{"role": "human", "content": "2+3?"}], "role 'human' is none that the chat template knows .* user here"),
+    ([ASKED, {"role": "gpt", "content": "5"}], "ends with a message of the assistant"),
+    ([ASKED, {"role": "judge", "content": "?"}], "role 'judge' is none that the chat template knows"),
+    ([{"from": "human", "value": "2+3?"}], "Rename them to role and content, and human to user"),
+    (json.dumps([ASKED, ANSWERED]), "ends with a message of the assistant"),
+    (json.dumps([{"from": "human", "value": "2+3?"}]), "Rename them to role and content"),
+    (
+        str([ASKED, ASKED]).replace("}, {", "}\n {"),
+        "chat messages as text that is no list. Save the column as JSON",
+    ),
+    (f"array([{ASKED}], dtype=object)", "as text that is no list"),
+    (json.dumps([ASKED])[:-4], "as text that is no list"),
+    (json.dumps(json.dumps([ASKED])), "as text that is no list"),
+    ([{"role": "tool", "content": "5"}], "has no message of a user"),
+    ([ASKED, ANSWERED, {"role": "user", "content": " "}], "is empty"),
+    ([{"role": "User", "content": "2+3?"}], "role 'User' is none .* user here"),
+    ([{"role": "user", "content": [{"type": "image", "text": "", "image": "a.png"}]}], "content of the type image"),
+    (
+        [ASKED, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}, ASKED],
+        "leaves out the call of the tool add",
+    ),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": "x.png"}]}], "content of the type image_url"),
+    ([{"role": "user", "content": None}], "without role or content"),
+    ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "half of a surrogate pair"),
+]
+"""Prompts, and what is said of their rows."""
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text"),
-    [
-        (json.dumps([ASKED]), "[user]2+3?[assistant]"),
-        ([{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}],
-         "[user]2+\n3?[assistant]"),
-        (json.dumps(ASKED), "[user]2+3?[assistant]"),
-        (str([{**ASKED, "content": "it's \"2+3\"?\n", "name": None}]), "[user]it's \"2+3\"?\n[assistant]"),
-        (str({"messages": [ASKED]}), "[user]2+3?[assistant]"),
-        ("\ufeff" + json.dumps({"messages": [ASKED]}), "[user]2+3?[assistant]"),
-        ({"role": ["user"], "content": ["2+3?"]}, "[user]2+3?[assistant]"),
-        ([ASKED, {"role": "assistant", "content": None, "reasoning_content": "5", "tool_calls": []}, ASKED],
-         "[user]2+3?[assistant][user]2+3?[assistant]"),
-        # A list in a text is no conversation.
-        ("[1, 2] + [3] = ?", "[user][1, 2] + [3] = ?[assistant]"),
-        ("{'role'} + {'user'} = ?", "[user]{'role'} + {'user'} = ?[assistant]"),
-        ('[{"a": 1}] has how many members?', '[user][{"a": 1}] has how many members?[assistant]'),
-    ],
-)  # fmt: skip
-def test_messages_are_read_as_their_writer_meant(tmp_path, tokenizer, prompt, text):
-    assert loaded(tmp_path, tokenizer, prompt).train[0].text == text
+def test_a_conversation_that_is_no_prompt_is_a_bad_row(tmp_path, tokenizer):
+    """In one file, because each load starts a process for the template."""
+    data = loaded(tmp_path, tokenizer, [ASKED], *(prompt for prompt, _ in BAD), on_bad_row=OnBadRow.skip)
+    assert [each.prompt_id for each in data.train] == [0]
+    for (prompt, problem), row in zip(BAD, data.skipped[: len(BAD)], strict=True):
+        assert re.search(problem, row.problem), prompt
+
+
+READ = [
+    (json.dumps([ASKED]), "[user]2+3?[assistant]"),
+    ([{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}],
+     "[user]2+\n3?[assistant]"),
+    (json.dumps(ASKED), "[user]2+3?[assistant]"),
+    (str([{**ASKED, "content": "it's \"2+3\"?\n", "name": None}]), "[user]it's \"2+3\"?\n[assistant]"),
+    (str({"messages": [ASKED]}), "[user]2+3?[assistant]"),
+    ("\ufeff" + json.dumps({"messages": [ASKED]}), "[user]2+3?[assistant]"),
+    ({"role": ["user"], "content": ["2+3?"]}, "[user]2+3?[assistant]"),
+    ([ASKED, {"role": "assistant", "content": None, "reasoning_content": "5", "tool_calls": []}, ASKED],
+     "[user]2+3?[assistant][user]2+3?[assistant]"),
+    # A list in a text is no conversation.
+    ("[1, 2] + [3] = ?", "[user][1, 2] + [3] = ?[assistant]"),
+    ("{'role'} + {'user'} = ?", "[user]{'role'} + {'user'} = ?[assistant]"),
+    ('[{"a": 1}] has how many members?', '[user][{"a": 1}] has how many members?[assistant]'),
+    *((text, f"[user]{text}[assistant]") for text in (
+        "[Context] What role human activity plays?", "(RBAC) Explain role, user and permission.",
+        '"Design a role system for a game." How many words?', "(a) Which role (user or admin) may write?",
+    )),
+]  # fmt: skip
+"""Prompts, and the texts that they are."""
+
+
+def test_messages_are_read_as_their_writer_meant(tmp_path, tokenizer):
+    unlike = [unlike_others(row, number) for number, row in enumerate(READ)]
+    data = loaded(tmp_path, tokenizer, *(prompt for prompt, _ in unlike))
+    assert [each.text for each in data.train] == [text for _, text in unlike]
+
+
+def unlike_others(value, number):
+    """The same prompt with a question of its own: rows that ask the same are one."""
+    match value:
+        case str():
+            return value.replace("2+", f"{number}+")
+        case dict():
+            return {key: unlike_others(inner, number) for key, inner in value.items()}
+        case list() | tuple():
+            return [unlike_others(inner, number) for inner in value]
+    return value
 
 
 def test_messages_of_a_table_have_no_fields_that_are_null(tmp_path, tokenizer):
@@ -129,13 +151,16 @@ def test_a_role_that_the_template_names_is_known(tmp_path, tokenizer):
     assert loaded(tmp_path, tokenizer, [ASKED, {"role": "ipython", "content": "5"}]).train[0].text == "2+3?>5"
 
 
-@pytest.mark.parametrize("role", ["system", "developer", "assistant", "tool"])
-def test_a_message_that_the_template_leaves_out_makes_a_bad_row(tmp_path, role):
+def test_a_message_that_the_template_leaves_out_makes_a_bad_row(tmp_path):
     tokenizer = byte_tokenizer(tmp_path / "other")
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}[user]{{ m.content | trim }}{% endfor %}"
-    said = {"role": role, "content": "Add."}
-    assert f"leaves out the message of the {role}" in refused(tmp_path, tokenizer, [said, ASKED])
-    assert loaded(tmp_path, tokenizer, [{"role": "user", "content": " 2+3?\n"}]).train[0].text == "[user]2+3?"
+    roles = ["system", "developer", "assistant", "tool"]
+    chats = [[{"role": role, "content": "Add."}, ASKED] for role in roles]
+    kept = [{"role": "user", "content": " 2+3?\n"}]
+    data = loaded(tmp_path, tokenizer, *chats, kept, on_bad_row=OnBadRow.skip)
+    assert [each.text for each in data.train] == ["[user]2+3?"]
+    for role, row in zip(roles, data.skipped[: len(roles)], strict=True):
+        assert f"leaves out the message of the {role}" in row.problem
 
 
 def test_what_a_template_writes_in_another_form_is_not_left_out(tmp_path):
@@ -151,17 +176,6 @@ def test_what_a_template_writes_in_another_form_is_not_left_out(tmp_path):
         ASKED,
     ]
     assert loaded(tmp_path, tokenizer, said).train[0].text == '[user]2+3?[assistant]5[tool]"a \\"b\\"\\n"[user]2+3?'
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[Context] What role human activity plays?", "(RBAC) Explain role, user and permission.",
-        '"Design a role system for a game." How many words?', "(a) Which role (user or admin) may write?",
-    ],
-)  # fmt: skip
-def test_a_text_about_roles_is_no_list_of_messages(tmp_path, tokenizer, text):
-    assert loaded(tmp_path, tokenizer, text).train[0].text == f"[user]{text}[assistant]"
 
 
 @pytest.mark.parametrize("mark", ["</thought>", "</reasoning>"])
@@ -181,7 +195,6 @@ def test_text_beside_a_call_may_be_left_out(tmp_path):
     assert '"add"' in loaded(tmp_path, tokenizer, [ASKED, call, ASKED]).train[0].text
 
 
-@pytest.mark.parametrize("given", ['{"a": "\u00e9"}', {"a": "\u00e9"}], ids=["text", "object"])
 @pytest.mark.parametrize(
     ("written", "text"),
     [
@@ -192,15 +205,16 @@ def test_text_beside_a_call_may_be_left_out(tmp_path):
     ],
     ids=["quotes a text", "takes both", "needs an object", "needs a text"],
 )
-def test_arguments_of_a_call_have_the_form_that_the_template_reads(tmp_path, written, text, given):
+def test_arguments_of_a_call_have_the_form_that_the_template_reads(tmp_path, written, text):
     """OpenAI's API has them as JSON text, and each family of templates is made for one of the two forms."""
     tokenizer = byte_tokenizer(tmp_path / "other")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.content }}{% for each in m.tool_calls or [] %}{% set call = each.function %}"
         f"{{{{ call.name }}}}{written}{{% endfor %}}{{% endfor %}}"
     )
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": given}}]}
-    assert loaded(tmp_path, tokenizer, [ASKED, call, ASKED]).train[0].text == f"2+3?{text}2+3?"
+    calls = [{"function": {"name": "add", "arguments": given}} for given in ('{"a": "\u00e9"}', {"a": "\u00e9"})]
+    chats = [[ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, ASKED] for call in calls]
+    assert [each.text for each in loaded(tmp_path, tokenizer, *chats).train] == [f"2+3?{text}2+3?"] * 2
 
 
 def test_a_template_that_reads_no_form_of_arguments_says_why(tmp_path):
