@@ -40,6 +40,8 @@ class Driver:
     lens: dict[int, int] = field(default_factory=dict)
     """Row of `req_to_token` -> tokens that are in the cache."""
     worst: float = 0.0
+    singles: int = 0
+    """Forwards over prompts of which every sequence gets one token."""
 
     def run(self, rows: list[int], new: list[int], *, is_decode: bool) -> None:
         """One forward of `new` tokens per sequence; compares all outputs."""
@@ -64,6 +66,8 @@ class Driver:
         )
         self.native.init_forward_metadata(batch)
         self.batched.init_forward_metadata(batch)
+        assert bool(self.batched._blocks) == (is_decode or max(new) == 1)
+        self.singles += not is_decode and max(new) == 1
         for layer in self.layers:
             q = torch.randn(len(slots), self.num_heads * HEAD_SIZE).to(self.dtype)
             k = torch.randn(len(slots), self.num_kv_heads, HEAD_SIZE).to(self.dtype)
@@ -144,11 +148,12 @@ def serve(driver: Driver, *, num_steps: int) -> int:
         if waiting or (unused and random.random() < 0.4):
             if not waiting:
                 random.shuffle(unused)
+                lengths = random.choice([[1], [1, 2, 7, 20, 60]])
                 for row in unused[: random.randrange(1, 6)]:
                     if running and random.random() < 0.5:
                         other = random.choice(running)
                         driver.share(row, other, random.randrange(1, driver.lens[other] + 1))
-                    waiting.append((row, random.choice([1, 2, 7, 20, 60])))
+                    waiting.append((row, random.choice(lengths)))
             # The last prompt of the batch may be cut, and goes on in the next forward.
             rows, new = [row for row, _ in waiting], [count for _, count in waiting]
             cut = random.randrange(1, new[-1] + 1)
@@ -181,6 +186,7 @@ def test_equals_the_loop_over_sequences(
     monkeypatch.setattr("rollout.sglang.cpu.attention.BLOCK_NUMBERS", 4096)
     driver = make_driver(num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype, windows=(-1, -1))
     assert serve(driver, num_steps=120) > 60
+    assert driver.singles > 10
     assert 0 < driver.worst < TOLERANCE[dtype]
 
 

@@ -1,8 +1,8 @@
-"""The attention backend `parity_batched` of a CPU server: the decoding sequences of a batch in a few large operators.
+"""The attention backend `parity_batched` of a CPU server: sequences of one new token in a few large operators.
 
 Only SGLang loads this file; `srt_platform.py` registers the backend. SGLang's `torch_native`, the base class, runs
-about ten operators per sequence and layer in every decode step; here sequences of similar length share the operators.
-Everything else (prompts, sliding windows, cross attention, encoders) runs in `torch_native`.
+about ten operators per sequence and layer in every step; here sequences of similar length share the operators.
+Everything else (several new tokens, sliding windows, cross attention, encoders) runs in `torch_native`.
 
 A slot is the place of one token in SGLang's cache.
 """
@@ -45,12 +45,15 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self._blocks: list[Block] = []
-        """Blocks of the current decode step, the same for all layers."""
+        """Blocks of the current step, the same for all layers; none if a sequence gets several tokens."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan a decode step; SGLang calls this before every forward."""
+        """Plan a step of one token per sequence: a decode step, or the last token of prompts that the cache holds, as
+        all but the first of a group. SGLang calls this before every forward."""
         super().init_forward_metadata(forward_batch)
-        if forward_batch.forward_mode.is_decode() and not self.use_sliding_window_kv_pool:
+        mode, self._blocks = forward_batch.forward_mode, []
+        is_single = mode.is_decode() or (mode.is_extend() and bool((forward_batch.extend_seq_lens == 1).all()))
+        if is_single and not self.use_sliding_window_kv_pool:
             keys = self.token_to_kv_pool.get_key_buffer(self.token_to_kv_pool.start_layer)
             table = self.req_to_token_pool.req_to_token
             requests, lens = forward_batch.req_pool_indices, forward_batch.seq_lens
@@ -67,14 +70,7 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         **kwargs: Any,
     ) -> torch.Tensor:
         """Store the keys and values of the new tokens and attend: [B, query heads x value size]."""
-        is_plain = (
-            layer.attn_type == AttentionType.DECODER
-            and not layer.is_cross_attention
-            and forward_batch.encoder_lens is None
-            and not self.use_sliding_window_kv_pool
-            and layer.sliding_window_size in (None, -1)
-        )
-        if not is_plain:
+        if not self._is_plain(layer, forward_batch):
             output: torch.Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             return output
         pool = self.token_to_kv_pool
@@ -83,6 +79,31 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         return attend(query, keys, values, self._blocks, scale=layer.scaling).flatten(1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The same if every sequence gets one token; `torch_native` if one gets more."""
+        if self._blocks and self._is_plain(layer, forward_batch):
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        output: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        return output
+
+    def _is_plain(self, layer: RadixAttention, forward_batch: ForwardBatch) -> bool:
+        return (
+            layer.attn_type == AttentionType.DECODER
+            and not layer.is_cross_attention
+            and forward_batch.encoder_lens is None
+            and not self.use_sliding_window_kv_pool
+            and layer.sliding_window_size in (None, -1)
+        )
 
 
 def plan_blocks(
