@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-BLOCK_NUMBERS = 1 << 18
-"""Bound on the float32 keys of a block, 1 MiB: keys and values then stay in a core's cache between the operators that
-read them, and short sequences are not padded to the length of a long one."""
+BLOCK_NUMBERS = 1 << 20
+"""Bound on the float32 keys of a block, 4 MiB: then two threads have enough to share in every operator, and short
+sequences are not padded to the length of a long one."""
 
 
 class Block(NamedTuple):
