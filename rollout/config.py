@@ -199,6 +199,14 @@ class EngineUse:
     """False in an evaluation, which has no ranks."""
 
 
+def pause_problems(mode: PauseMode, use: EngineUse) -> Iterator[Problem]:
+    """Yield the broken rule of a `rollout.pause_mode` that loses what the schedule needs."""
+    if mode is PauseMode.abort and use.updates_in_flight:
+        rule = f"must be retract or in_place with schedule={use.schedule}: weights change while responses are "
+        rule += "unfinished, which must go on"
+        yield Problem(key="rollout.pause_mode", rule=rule, value=mode, remedy="Vetted: retract.")
+
+
 TOP_P = within(0, 1, "(]")
 TOP_K = Rule("must be >= 2, or -1 for all tokens", lambda count: count == -1 or count >= 2)
 MIN_P = within(0, 1, "[)")

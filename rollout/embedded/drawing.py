@@ -33,6 +33,10 @@ class Drawn(NamedTuple):
     kept: Tensor | None
     """[B, V] bool, the support of each token; None without truncation."""
 
+    def rows(self, chosen: Tensor) -> Drawn:
+        """Those of some rows, [C] int64."""
+        return Drawn(self.tokens[chosen], self.logprobs[chosen], None if self.kept is None else self.kept[chosen])
+
 
 def float32_log_softmax(logits: Tensor) -> Tensor:
     """[B, V] float32 -> [B, V]."""

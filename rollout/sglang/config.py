@@ -10,7 +10,16 @@ from urllib.parse import urlsplit
 
 from algorithms.config import Problem
 from algorithms.config.home import MAY_NAME_PATHS
-from rollout.config import LOOPBACK, DType, EngineConfig, EngineUse, PauseMode, Quantization, SamplingConfig
+from rollout.config import (
+    LOOPBACK,
+    DType,
+    EngineConfig,
+    EngineUse,
+    PauseMode,
+    Quantization,
+    SamplingConfig,
+    pause_problems,
+)
 from rollout.sglang.options import MAX_REPLY_BYTES, SGLANG_REMEDY, SLEEPING_SHARE
 from rollout.weights.experts import FAMILIES, is_all_sparse
 
@@ -174,9 +183,7 @@ class SGLangConfig(EngineConfig):
             # A sync from ranks verifies weights, and an evaluation has no ranks.
             rule = "must be empty in an evaluation: what those servers hold could be other weights"
             yield self.broken("servers", rule, "Leave it out: engines are started for the evaluation.").under("rollout")
-        if self.pause_mode is PauseMode.abort and use.updates_in_flight:
-            rule = f"must be retract or in_place with schedule={use.schedule}: weights change while responses are "
-            yield self.broken("pause_mode", f"{rule}unfinished, which must go on", "Vetted: retract.").under("rollout")
+        yield from pause_problems(self.pause_mode, use)
         yield from _truncation_problems(use.sampling)
 
     def _exact_problems(self, use: EngineUse) -> Iterator[Problem]:

@@ -17,6 +17,10 @@ OWN = {
 """Engines of users; PARITY_TEST_ENGINE=path/to/file.py:Name adds one to the contract test."""
 
 
+HEAD_DIMS = {"vllm": 32}
+"""Numbers of a head of the tiny models, where an engine does not serve those of 16."""
+
+
 def start_engine(name: str, model_path: Path, *, log_dir: Path) -> Engine:
     """An engine of ENGINES or of OWN, of a float32 model, on one thread, as a worker of a run makes it."""
     config = (load_class(OWN[name], CustomEngine) if name in OWN else ENGINES[name])(dtype=DType.float32)

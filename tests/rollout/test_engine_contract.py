@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import pytest
 import torch
-from engine_cases import OWN, start_engine
+from engine_cases import HEAD_DIMS, OWN, start_engine
 from packing_cases import pack
 from sglang_cases import (
     LONG,
@@ -55,7 +55,9 @@ class Embedded:
     """An engine in this process."""
 
     def __init__(self, kind: str, directory: Path) -> None:
-        self.model = self._first = write_tiny_model(directory / "model", max_positions=LONG + 20)
+        self.model = self._first = write_tiny_model(
+            directory / "model", max_positions=LONG + 20, head_dim=HEAD_DIMS.get(kind, 16)
+        )
         self.version = 0
         self.engine = start_engine(kind, directory / "model", log_dir=directory)
 
@@ -75,7 +77,7 @@ class Embedded:
         self.load(self._first)
 
 
-KINDS = ["torch", *OWN, pytest.param("sglang", marks=pytest.mark.sglang)]
+KINDS = ["torch", *OWN, *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang"))]
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,11 @@ def under_way(case: Case, monkeypatch: pytest.MonkeyPatch) -> list[GenerateReque
     [first] = poll_all(case.engine, 1)
     assert first == len(requests), "a short response waited for the long ones"
     return requests
+
+
+def another(case: Case, directory: Path, *, seed: int) -> PreTrainedModel:
+    """A model of the same shape, with other weights."""
+    return write_tiny_model(directory, seed=seed, head_dim=case.model.config.head_dim)
 
 
 def paused(case: Case, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[None]:
@@ -244,7 +251,7 @@ def test_requests_that_are_given_back_do_not_come_by_poll(case: Case, monkeypatc
 def test_weights_change_under_way_and_every_token_says_which_sampled_it(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new = write_tiny_model(tmp_path / "new", seed=8)  # before the requests, which would end meanwhile
+    new = another(case, tmp_path / "new", seed=8)  # before the requests, which would end meanwhile
     requests = under_way(case, monkeypatch)
     old, old_version = case.model, case.version
     with paused(case, monkeypatch):
@@ -278,7 +285,7 @@ def test_wrong_weights_are_refused_by_the_name_of_their_tensor_and_change_nothin
 ) -> None:
     requests = make_requests(PROMPTS, num_samples=2, temperature=0.0)
     before = case.engine.generate(requests)
-    packed = case.packed(write_tiny_model(tmp_path, seed=2))
+    packed = case.packed(another(case, tmp_path, seed=2))
     spec = packed.tensors[3]
     named = spec.name
     if damage == "a byte":

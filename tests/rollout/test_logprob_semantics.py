@@ -44,12 +44,17 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(model_path: Path) -> PreTrainedModel:
-    return write_tiny_model(model_path, seed=2, vocab_size=VOCAB_SIZE, tied=False)
+    return write_tiny_model(model_path, seed=3, vocab_size=VOCAB_SIZE, tied=False, head_dim=32)
 
 
 @pytest.fixture(
     scope="module",
-    params=["torch", "toy", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow])],
+    params=[
+        "torch",
+        "toy",
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow]),
+    ],
 )
 def engine(
     request: pytest.FixtureRequest, model: PreTrainedModel, model_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -190,7 +195,7 @@ def test_an_engine_gives_one_seed_one_response(engine: Engine, samples: list[Gen
 
 
 @pytest.mark.parametrize(
-    "limits", [{"top_k": 3, "top_p": 0.7}, {"top_k": 2}, {"top_k": 4, "min_p": 0.15}], ids=["top_p", "top_k", "min_p"]
+    "limits", [{"top_k": 3, "top_p": 0.7}, {"top_k": 2}, {"top_k": 4, "min_p": 0.3}], ids=["top_p", "top_k", "min_p"]
 )
 def test_truncated_sampling_draws_and_reports_the_law_among_the_kept_tokens(
     engine: Engine, model: PreTrainedModel, limits: dict[str, float]

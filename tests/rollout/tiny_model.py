@@ -31,10 +31,11 @@ def write_tiny_model(
     dtype: torch.dtype = torch.float32,
     vocab_size: int = VOCAB_SIZE,
     max_positions: int = 512,
+    head_dim: int = 16,
     tied_experts: bool = False,
     sparse_step: int = 1,
 ) -> PreTrainedModel:
-    """Write a seeded random model (hidden 64, 2 layers, 4 heads, 2 KV heads) and return it.
+    """Write a seeded random model (2 layers, 4 heads, 2 KV heads) and return it.
 
     Args:
         directory: created if missing; receives config.json, generation_config.json and model.safetensors.
@@ -44,6 +45,7 @@ def write_tiny_model(
         dtype: type in which the weights are stored.
         vocab_size: rows of the embedding.
         max_positions: longest sum of prompt and response.
+        head_dim: numbers of each of the 4 heads; vLLM serves no smaller ones than 32.
         sparse_step: of a Qwen mixture every so-manieth layer has experts, the others have none.
         tied_experts: whether half of the experts of a mixture have the same score, for every token.
     """
@@ -74,12 +76,12 @@ def write_tiny_model(
         model_type,
         **(experts if model_type in MIXTURES else {}),
         vocab_size=vocab_size,
-        hidden_size=64,
+        hidden_size=4 * head_dim,
         intermediate_size=128,
         num_hidden_layers=3 if model_type in BIASED else 2,
         num_attention_heads=4,
         num_key_value_heads=4 if model_type in ("olmoe", "deepseek_v3") else 2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=max_positions,
         bos_token_id=0,
         eos_token_id=EOS_TOKEN_ID,

@@ -1,0 +1,77 @@
+"""Configuration of the engine `rollout=vllm`, and what it refuses. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from algorithms.config import Problem
+from algorithms.config.rules import at_least, ruled
+from rollout.config import EngineConfig, EngineUse, PauseMode, pause_problems
+from rollout.weights.experts import FAMILIES
+
+if TYPE_CHECKING:
+    from rollout.engine import Engine, EngineSetup
+
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of a head that vLLM's attention has on a CPU; with others it starts, and fails at the first request."""
+VLLM_REMEDY = "make setup ENGINE=vllm in the checkout, or use rollout=sglang or rollout=torch"
+"""Remedy if vLLM is not installed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class VLLMConfig(EngineConfig):
+    """vLLM's own engine in the worker's process, on a CPU: no server."""
+
+    kind: ClassVar[str] = "vllm"
+    pause_mode: PauseMode = PauseMode.retract
+    """Treatment of unfinished responses while weights are replaced. Vetted: retract."""
+    max_batch_size: int = ruled(256, at_least(1))
+    """Largest number of sequences decoded together; a waiting sequence takes the place of a finished one."""
+    cache_tokens: int = ruled(65536, at_least(64, "tokens"))
+    """Number of tokens whose keys and values the engine can hold; no response with its prompt may be longer."""
+
+    @property
+    def max_running(self) -> int | None:
+        return self.max_batch_size
+
+    def conflicts(self) -> Iterator[Problem]:
+        if self.gpus_per_engine > 0:
+            rule = "must be 0 with rollout=vllm, which runs vLLM on a CPU alone so far"
+            yield self.broken("gpus_per_engine", rule, "Use rollout=sglang on GPUs.")
+        if self.exact:
+            rule = "must be false with rollout=vllm: vLLM's own kernels compute, and have no exact form"
+            yield self.broken("exact", rule, "Use rollout=torch or rollout=sglang.")
+
+    def use_problems(self, use: EngineUse) -> Iterator[Problem]:
+        yield from pause_problems(self.pause_mode, use)
+        if use.sends_adapter:
+            rule = "must be true with rollout=vllm: an adapter that is sent by itself could not be verified there"
+            yield Problem(key="policy.lora.merge", rule=rule, value=False, remedy="Set it.")
+
+    @classmethod
+    def missing_package(cls) -> Problem | None:
+        if importlib.util.find_spec("vllm") is not None:
+            return None
+        rule = "must be an engine that is installed"
+        return Problem(key="rollout", rule=rule, value=cls.kind, remedy=f"{VLLM_REMEDY}.")
+
+    def context_length(self, model: Mapping[str, Any]) -> int | None:
+        length = EngineConfig.context_length(self, model)
+        return self.cache_tokens if length is None else min(length, self.cache_tokens)
+
+    def model_rule(self, model: Mapping[str, Any]) -> str:
+        if model.get("model_type") in FAMILIES:
+            return "be dense with rollout=vllm, which does not serve mixtures yet"
+        heads, width = model.get("num_attention_heads"), model.get("hidden_size")
+        size = model.get("head_dim") or (width // heads if heads and width else None)
+        if size is not None and size not in HEAD_SIZES:
+            return f"have heads of {', '.join(map(str, HEAD_SIZES))} numbers with rollout=vllm, not of {size}"
+        return ""
+
+    def build(self, setup: EngineSetup) -> Engine:
+        from rollout.vllm.engine import VLLMEngine
+
+        return VLLMEngine(self, index=setup.index, num_threads=setup.num_threads, log_dir=setup.log_dir)

@@ -1,0 +1,43 @@
+"""What is drawn inside vLLM: Parity's law, with Parity's draws, in the place of vLLM's sampler.
+
+vLLM cuts top-p among what top-k leaves, reports no supports on a CPU, and draws with generators whose state depends on
+the number of draws: a response that goes on after an abort would not be the one that was never ended. Read against
+vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import SamplerOutput
+
+from rollout.embedded.batch import Response
+from rollout.embedded.drawing import add_drawn, sample_tokens, truncation_of
+
+
+class SeededSampler:
+    """Stands where vLLM's model runner has its sampler, and adds what it draws to the responses."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.responses: dict[str, Response] = {}
+        """vLLM's name of a request -> its response so far."""
+        self.policy_version = 0
+        """Version of the tokens that are drawn."""
+
+    def __call__(self, logits: Tensor, sampling_metadata: object) -> SamplerOutput:
+        """Draw a token for every row of `logits` [B, V]; rows of prompts that are read in part draw in vain."""
+        responses = [self.responses[name] for name in self._runner.input_batch.req_ids]
+        params = [each.request.sampling for each in responses]
+        drawn = sample_tokens(
+            logits,
+            temperature=torch.tensor([each.temperature for each in params]),
+            seeds=torch.tensor([each.seed for each in params]),
+            positions=torch.tensor([each.length - 1 for each in responses]),
+            truncation=truncation_of(params, logits),
+        )
+        ready = (~torch.from_numpy(self._runner.discard_request_mask.np[: len(responses)])).nonzero()[:, 0]
+        add_drawn(drawn.rows(ready), [responses[row] for row in ready.tolist()], policy_version=self.policy_version)
+        return SamplerOutput(sampled_token_ids=drawn.tokens.to(torch.int32)[:, None], logprobs_tensors=None)
