@@ -392,42 +392,48 @@ def test_a_tokenizer_that_is_no_json_is_named_with_its_file(
     assert "tokenizer.json: Expecting property name" in said and "Mend the file" in said
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
-@pytest.mark.parametrize(
-    ("name", "text", "fault"),
-    [
-        ("generation_config.json", '{"eos_token_id": 256', "generation_config.json: Expecting ',' delimiter"),
-        ("config.json", '{"model_type": "qwen2",}', "config.json: Expecting property name"),
-        ("config.json", "\xef\xbb\xbf{}", "config.json: Unexpected UTF-8 BOM"),
-        ("generation_config.json", "null", "generation_config.json: it must hold a JSON object, got null"),
-        ("generation_config.json", '{"eos_token_id": [1, "2"]}', "eos_token_id must be a token id or a list of them"),
-        (
-            "model.safetensors.index.json",
-            "[]",
-            "model.safetensors.index.json: it must hold a JSON object, got an array",
-        ),
-        ("special_tokens_map.json", "\xe9", "special_tokens_map.json: 'utf-8' codec can't decode"),
-        ("added_tokens.json", "[" * 100_000, "added_tokens.json: maximum recursion depth"),
-        ("chat_template.jinja", "\xff\xfe", "chat_template.jinja: 'utf-8' codec can't decode"),
-        (
-            "config.json",
-            '{"model_type": "qwen2", "text_config": [1]}',
-            "config.json: text_config must be a JSON object",
-        ),
-    ],
-)
+UNREADABLE = [
+    ("generation_config.json", '{"eos_token_id": 256', "generation_config.json: Expecting ',' delimiter"),
+    ("config.json", '{"model_type": "qwen2",}', "config.json: Expecting property name"),
+    ("config.json", "\xef\xbb\xbf{}", "config.json: Unexpected UTF-8 BOM"),
+    ("generation_config.json", "null", "generation_config.json: it must hold a JSON object, got null"),
+    ("generation_config.json", '{"eos_token_id": [1, "2"]}', "eos_token_id must be a token id or a list of them"),
+    (
+        "model.safetensors.index.json",
+        "[]",
+        "model.safetensors.index.json: it must hold a JSON object, got an array",
+    ),
+    ("special_tokens_map.json", "\xe9", "special_tokens_map.json: 'utf-8' codec can't decode"),
+    ("added_tokens.json", "[" * 100_000, "added_tokens.json: maximum recursion depth"),
+    ("chat_template.jinja", "\xff\xfe", "chat_template.jinja: 'utf-8' codec can't decode"),
+    (
+        "config.json",
+        '{"model_type": "qwen2", "text_config": [1]}',
+        "config.json: text_config must be a JSON object",
+    ),
+]
+"""A file of a model, its content in Latin-1, and what is said of it."""
+
+
 def test_every_file_that_cannot_be_read_is_named_before_anything_heavy_is_loaded(
-    own: Path, tmp_path: Path, command: str, name: str, text: str, fault: str
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "edited"
-    shutil.copytree(own / "tiny", path)
-    (path / name).write_bytes(text.encode("latin-1"))
-    words = [f"checkpoint={path}"] if command == "eval" else [f"model.path={path}", "--dry-run"]
-    done = parity(command, str(own / "mine.yaml"), *words, cwd=own, watched=HEAVY)
+    paths = [tmp_path / f"edited{number}" for number in range(len(UNREADABLE))]
+    for path, (name, text, _) in zip(paths, UNREADABLE, strict=True):
+        shutil.copytree(own / "tiny", path)
+        (path / name).write_bytes(text.encode("latin-1"))
+    swept = f"model.path={','.join(map(str, paths))}"
+    done = parity("train", "-m", str(own / "mine.yaml"), swept, "--dry-run", cwd=own, watched=HEAVY)
     assert (done.code, done.loaded) == (2, ()), done.err
-    key = "checkpoint" if command == "eval" else "model.path"
-    assert f"{key} must be the directory of a Hugging Face model whose files can be read" in done.err
-    assert fault in done.err, done.err
+    lines = done.err.splitlines()[1:]
+    for path, line, (_, _, fault) in zip(paths, lines, UNREADABLE, strict=True):
+        assert "model.path must be the directory of a Hugging Face model whose files can be read" in line
+        assert f"got '{path}'" in line
+        assert fault in line
+        assert run(["eval", "mine.yaml", f"checkpoint={path}"]) == 2
+        said = capsys.readouterr().err
+        assert "checkpoint must be the directory of a Hugging Face model whose files can be read" in said
+        assert fault in said
 
 
 def test_the_file_of_a_critic_that_cannot_be_read_is_named(
