@@ -144,9 +144,9 @@ Place = Callable[[pytest.MonkeyPatch, Fault, Any], None]
 PLACES: dict[str, Place] = {"sender": in_the_sender, "way": on_the_way, "engine": in_the_engine}
 
 
-@pytest.mark.parametrize("draw", range(5))
+# Digests find any fault that the engine receives. What the engine samples with is found by its log-probs.
+@pytest.mark.parametrize(("place", "draw"), [("sender", 0), ("way", 0), *(("engine", draw) for draw in range(5))])
 @pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("place", PLACES)
 def test_no_run_starts_with_a_faulty_adapter(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: str, draw: int
 ) -> None:
