@@ -161,11 +161,15 @@ class CollectStats:
         }
 
     def _past_end_frac(self, samples: Sequence[Sample]) -> float | None:
-        """Share of samples in which the model sampled tokens after the end of its turn; None if it cannot."""
+        """Share of samples in which the model sampled on after the end of its turn; None if it cannot.
+
+        What a rollout function shows there begins another turn.
+        """
         if self.past_end is None:
             return None
-        sampled = [sample.token_ids[sample.response_mask] for sample in samples]
-        return float(np.mean([self.past_end in tokens[:-1] for tokens in sampled]))
+        pairs = [each.response_mask[1:] & each.response_mask[:-1] for each in samples]
+        ends = [each.token_ids[:-1] == self.past_end for each in samples]
+        return float(np.mean([(one & other).any() for one, other in zip(pairs, ends, strict=True)]))
 
 
 def mean_parts(samples: Iterable[Sample]) -> dict[str, float]:

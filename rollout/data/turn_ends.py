@@ -98,10 +98,11 @@ def turn_end(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> int 
             texts = [template.whole(chat), template.whole([*chat, asked])]
         except TemplateError:
             return None
-        if any(problem for _, problem in texts):
+        # A template may take one turn only.
+        if all(problem for _, problem in texts):
             continue
         # The last answer counts first: gpt-oss ends only earlier ones, and a channel of thoughts, with <|end|>.
-        for written, _ in texts:
+        for written in (text for text, problem in texts if not problem):
             _, answer, rest = written.rpartition(ANSWER)
             ids: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"] if answer else []
             if (token := next((each for each in ids if each in tokenizer.added_tokens_decoder), None)) is not None:

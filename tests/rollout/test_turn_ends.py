@@ -47,6 +47,7 @@ def turn_end(tmp_path, tokenizer, question="2+3?", **changes):
         # The next turn's first token ends the answer, as in GLM.
         ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", START),
         ("{{ messages[0].content }}{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}", None),
+        ("{% if messages|length > 2 %}{{ raise_exception('one answer') }}{% endif %}" + CHATML, END),
     ],
 )
 def test_the_token_that_the_template_writes_after_an_answer(tmp_path, base_model, template, end):
@@ -123,7 +124,8 @@ def sample(*response, mask=None):
 
 def test_responses_that_go_on_after_the_end_of_their_turn_are_counted():
     tool_wrote_it = sample(5, END, 6, mask=[True, False, True])
-    samples = [sample(5, END, 6, EOS), sample(5, 6, EOS), sample(5, END), tool_wrote_it]
+    turns = sample(5, END, 7, 6, END, 7, 6, END, mask=[True, True, False, True, True, False, True, True])
+    samples = [sample(5, END, 6, EOS), sample(5, 6, EOS), turns, tool_wrote_it]
     group = SampleGroup(prompt=Prompt(prompt_id=0, token_ids=[1], text="", answer=""), samples=samples)
     assert CollectStats(kept=[group], past_end=END).metrics()["rollout/past_end_frac"] == 0.25
     assert CollectStats(kept=[group]).metrics()["rollout/past_end_frac"] is None
