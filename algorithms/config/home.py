@@ -7,6 +7,7 @@ A field whose text names a file or a directory says so by its type, `path: PathT
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, get_args, get_type_hints
@@ -20,12 +21,18 @@ no rule says what a text is: a ~ of an unknown user then stays as it is."""
 PathText = Annotated[str, NAMES_PATHS]
 """A text that names a file or a directory, also with more behind it: path.py:name, directory@split."""
 
+_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
+
 
 def from_home(text: str, *, key: str) -> str:
     """The value of `key`, with the home directory for a leading ~ or ~user; any other text as it is.
 
-    Raises ConfigError if no user of this machine has the name.
+    Raises ConfigError if no user of this machine has the name, and for a variable as a shell would read it.
     """
+    if (variable := _VARIABLE.match(text)) is not None:
+        rule = f"must not begin with {variable[0]}: no shell reads it here"
+        remedy = f"Write ${{oc.env:{variable[1]}}} for the variable, or ./{text} for a directory of that name."
+        raise ConfigError([Problem(key=key, rule=rule, value=text, remedy=remedy)])
     try:
         path = os.path.expanduser(text)
     except ValueError:  # a NUL in the name

@@ -21,8 +21,8 @@ RUN = (
 
 
 def test_a_run_is_explained(tmp_path: Path, local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = tmp_path / "run"
-    assert run(["train", "arithmetic_grpo", *RUN, f"run.dir={run_dir}"]) == 0
+    run_dir = tmp_path / "rün, (1)"
+    assert run(["train", "arithmetic_grpo", *RUN, f"run.dir='{run_dir}'"]) == 0
     before = (run_dir / "metrics.jsonl").read_text()
     for words in (["step=1"], []):  # the first weights are those of the model; then from the checkpoint
         assert run(["diagnose", str(run_dir), *words]) == 0
@@ -32,8 +32,8 @@ def test_a_run_is_explained(tmp_path: Path, local_ray: None, capsys: pytest.Capt
         assert "truncation" not in {part["name"] for part in found["parts"]}
         assert "int4" in first["what"]
         assert abs(found["unexplained"]) < 0.1 * found["k3"]
-    assert (tmp_path / "run-diagnosis" / "dumps" / "step_000003").is_dir()
-    assert one_more(run_dir).name == "run-diagnosis-2"  # nothing is replaced
+    assert (tmp_path / "rün, (1)-diagnosis" / "dumps" / "step_000003").is_dir()
+    assert one_more(run_dir).name == "rün, (1)-diagnosis-2"  # nothing is replaced
     assert not list((run_dir / "diagnosis").glob(".weights-*"))
     assert (run_dir / "metrics.jsonl").read_text() == before
     assert "Where K3 comes from" in (run_dir / "report.html").read_text()

@@ -362,3 +362,63 @@ def test_only_the_beginning_of_a_text_is_a_home_directory() -> None:
     for text in ("~no_one/x", "~a\0b", "~no:main@train"):
         with pytest.raises(ConfigError, match="k must not begin with ~"):
             from_home(text, key="k")
+
+
+PATHS = (
+    "2026_11_28",
+    "1e5",
+    "0.10",
+    "true",
+    "nan",
+    "données/ä b (1).jsonl",
+    "a=b",
+    "a;b#c",
+    "a[1]",
+    "it's",
+    "~root/a(1)",
+)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_is_what_is_written(home: Path, path: str) -> None:
+    words = [f"run.dir={path}", "advantage.estimator=gae", f"critic.path={path}", f"+eval.sets.x={path}"]
+    expected = from_home(path, key="k")
+    for multirun in (False, True):  # a study composes all its runs so
+        name = "hydra.sweep.dir" if multirun else "run.dir"
+        found = resolved(f"{name}={path}", *words[1:], multirun=multirun)
+        unread = [each for each in found.problems if "cannot be read" in each.rule or "one value" in each.rule]
+        assert not unread and found.runs[0].output_dir == Path(expected).absolute()
+    config = config_of(*words[:3])
+    assert (config.run.dir, config.critic.path) == (expected, expected)
+    study, problems = read_own_keys(StudyConfig, [f"study.dir={path}"], section="study")
+    assert (study.dir, problems) == (expected, [])
+    for quoted in (f'study.dir="{path}"', "study.dir=null"):
+        assert read_own_keys(StudyConfig, [quoted], section="study")[0].dir in (expected, None)
+    assert config_of("advantage.estimator=gae", "critic.path=null").critic.path is None
+
+
+@pytest.mark.parametrize("written", ["2026_11_28", "0.10", "on", "12:30:45"])
+def test_a_number_in_a_file_is_no_path(home: Path, written: str) -> None:
+    """YAML has made something else of it than was written."""
+    file = own_recipe(home, f"defaults: [/arithmetic_grpo, _self_]\nrun: {{dir: {written}}}\n")
+    [problem] = resolve(file, (), own_dir=None, multirun=False).problems
+    assert str(problem).startswith(f"{file}: run.dir must be text, got") and "write it in quotes" in str(problem)
+    file = own_recipe(home, f"defaults: [/arithmetic_grpo, _self_]\nrun: {{dir: '{written}'}}\n")
+    assert config_in(file).run.dir == written
+
+
+@pytest.mark.parametrize("value", ["$HOME/runs", "$DATA"])
+def test_a_variable_of_a_shell_is_no_directory(home: Path, value: str) -> None:
+    file = own_recipe(home, f"defaults: [/arithmetic_grpo, _self_]\nrun: {{dir: {value}}}\n")
+    [problem] = resolve(file, (), own_dir=None, multirun=False).problems
+    name = value[1:].partition("/")[0]
+    assert str(problem).startswith(f"{file}: run.dir must not begin with ${name}: no shell reads it here")
+    assert f"Write ${{oc.env:{name}}}" in str(problem)
+    config = config_of(f"+cluster.env.A={value}", f"run.dir=./{value}")
+    assert (config.cluster.env["A"], config.run.dir) == (value, f"./{value}"), "a process may read the variable itself"
+
+
+def test_the_way_to_a_variable_of_the_environment_is_named(home: Path) -> None:
+    file = own_recipe(home, 'defaults: [/arithmetic_grpo, _self_]\nrun: {dir: "${HOME}/runs"}\n')
+    [problem] = resolve(file, (), own_dir=None, multirun=False).problems
+    assert "Interpolation key 'HOME' not found" in problem.rule and "${oc.env:HOME} reads" in problem.remedy

@@ -118,9 +118,9 @@ REFUSALS = {
     "words": [
         ("eval.every = 3", "eval.every must have no spaces around =, got 'eval.every = 3'. Write eval.every=3."),
         (
-            "reward.function=it's",
-            """reward.function cannot be read (reward.function=it's), got "reward.function=it's". A text with an """
-            'apostrophe stands in double quotes: "reward.function=\\"it\'s\\"".',
+            "data.instruction=it's",
+            """data.instruction cannot be read (data.instruction=it's), got "data.instruction=it's". A text with an """
+            'apostrophe stands in double quotes: "data.instruction=\\"it\'s\\"".',
         ),
         ("loss.clip_low", "loss.clip_low is not an override, got 'loss.clip_low'. Write key=value, in quotes where "),
         ("a=b=c", "a cannot be read (mismatched input '=' expecting <EOF>), got 'a=b=c'. Quote a value that holds"),

@@ -21,6 +21,7 @@ from rollout.config import DType, Quantization
 from trainer.cli.step_source import StepWords, read_words, recorded, show
 from trainer.cli.tables import rows_text
 from trainer.compose.outcome import DONE, report
+from trainer.compose.overrides import override_words
 from trainer.config.outputs import CHECKPOINTS, DUMPS
 from trainer.rundir.dump import way_to_a_dump
 from trainer.rundir.run_dir import CONFIG_FILE
@@ -109,11 +110,11 @@ def _one_more_step(run_dir: Path, directory: Path) -> tuple[int, int]:
 
     checkpoints = sealed_steps(run_dir / CHECKPOINTS)
     last = max(checkpoints, default=0)
-    start = checkpoints[last].resolve() if checkpoints else "null"
+    places = {"run.resume_from": checkpoints[last].resolve() if checkpoints else None, "run.dir": directory}
     to_stderr(f"{NAME}: taking step {last + 1} in {directory} ...\n")
     code = run_train(
         [
-            str((run_dir / CONFIG_FILE).resolve()), f"run.resume_from={start}", f"run.dir={directory}",
+            str((run_dir / CONFIG_FILE).resolve()), *override_words(places),
             f"run.num_steps={last + 1}", "run.resume=never", "dump.every=1", "eval.every=0", "checkpoint.every=0",
             "tracking.wandb=disabled",
         ]

@@ -415,7 +415,7 @@ def _directory(root: DictConfig, key: str) -> tuple[Path | None, bool]:
     directory = OmegaConf.select(root, key, throw_on_resolution_failure=False)
     run = OmegaConf.to_container(root, resolve=False)["run"]  # type: ignore[index, call-overload]
     is_default = isinstance(run, dict) and run.get("dir") == RunConfig.__dataclass_fields__["dir"].default
-    return None if directory is None else Path(directory).absolute(), is_default
+    return Path(directory).absolute() if isinstance(directory, str) else None, is_default
 
 
 def _not_composed(error: Exception, recipe: Path) -> Problem:

@@ -21,7 +21,7 @@ from trainer.rundir.provenance import escaped
 def expand_homes(root: DictConfig, kinds: Mapping[str, type]) -> list[Problem]:
     """Expand the paths of the sections `kinds` of `root`, and of Hydra's directory of a sweep, in place.
 
-    Returns the problems of users that this machine does not have.
+    Returns the problems of users that this machine does not have, of variables of a shell, and of numbers.
     """
     problems: list[Problem] = []
     for name, kind in kinds.items():
@@ -57,7 +57,10 @@ def _expand(node: Any, name: str | int, key: str, problems: list[Problem]) -> No
     if isinstance(value, DictConfig | ListConfig):
         for each in range(len(value)) if isinstance(value, ListConfig) else list(map(str, value)):
             _expand(value, each, f"{key}.{each}", problems)
-    elif isinstance(value, str) and value.startswith("~"):
+    elif isinstance(value, bool | int | float):
+        remedy = "Without quotes it is no text: write it in quotes."
+        problems.append(Problem(key=key, rule="must be text", value=value, remedy=remedy))
+    elif isinstance(value, str) and value.startswith(("~", "$")):
         try:
             node[name] = escaped(from_home(value, key=key))
         except ConfigError as error:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
+from typing import get_type_hints
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError
 
 from algorithms.config import Problem
-from trainer.config.train import GROUPS
+from algorithms.config.home import NAMES_PATHS, path_fields
+from trainer.config.train import GROUPS, TrainConfig
 
 SWEEP_DIR = "hydra.sweep.dir"
 """Key of the directory of a sweep, the only key of Hydra's own config that has an effect."""
@@ -33,6 +35,8 @@ _WITH_TILDE = re.compile(
 """A text in quotes or an interpolation, else a text with a ~: a whole value, or one of a list, a mapping, a sweep."""
 _ESCAPE = re.compile(r"\\([\\()\[\]{}:=, \t])")
 """A character after a backslash, which Hydra takes away in a text without quotes, and keeps within quotes."""
+_ONE_TEXT = re.compile(r"[^'\"\[{,][^,]*")
+"""A value without quotes that is no list, no mapping and no sweep."""
 _SHORT, _LONG = "resume=", "run.resume="
 
 
@@ -71,7 +75,7 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
     words, problems = _spaced(words)
     for word in words:
         try:
-            override = parser.parse_overrides([quoted_home(word, sweeps=multirun)])[0]
+            override = _parsed(word, parser, multirun=multirun)
         except HydraException as error:
             problems.append(_refused(word, error))
             continue
@@ -81,6 +85,27 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
         else:
             problems.append(found)
     return parsed, problems
+
+
+def _parsed(word: str, parser: OverridesParser, *, multirun: bool) -> Override:
+    """The override of a word. A path is what is written, where Hydra reads no text, as of 2026_11_28, ä.jsonl, a(1)."""
+    key, _, value = word.partition("=")
+    is_path = _names_path(key) and _ONE_TEXT.fullmatch(value) is not None
+    try:
+        found = parser.parse_overrides([quoted_home(word, sweeps=multirun)])[0]
+        is_read = not isinstance(found.value(), bool | int | float)
+    except HydraException:
+        if not is_path:
+            raise
+        is_read = False
+    return parser.parse_overrides([f"{key}={_literal(value)}"])[0] if is_path and not is_read else found
+
+
+def _names_path(key: str) -> bool:
+    """True for a key whose value names a file or a directory."""
+    section, _, name = key.lstrip("+").partition(".")
+    kinds = [get_type_hints(TrainConfig).get(section, object), *GROUPS.get(section, {}).values()]
+    return key == SWEEP_DIR or any(path_fields(kind).get(name.partition(".")[0]) == NAMES_PATHS for kind in kinds)
 
 
 def quoted_home(word: str, *, sweeps: bool = False) -> str:

@@ -9,7 +9,9 @@ module does not depend on Hydra.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar, get_type_hints
@@ -18,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from algorithms.config import NOT_SET, Checked, ConfigError, Custom, Problem
+from algorithms.config.home import path_fields
 from algorithms.config.rules import default_text
 from rollout.processes.custom_class import finish
 from rollout.processes.custom_code import function_problem, similar_custom
@@ -106,14 +109,20 @@ def read_own_keys(kind: type[Config], words: Sequence[str], *, section: str) -> 
 
     If a problem exists, the config has its defaults.
     """
-    # YAML reads a bare ~ as null.
-    given = OmegaConf.from_dotlist([f"{word[:-1]}'~'" if word.endswith("=~") else word for word in words])
+    given = OmegaConf.from_dotlist([_as_written(word, kind) for word in words])
     root = OmegaConf.create({section: OmegaConf.merge(plain(kind), given.get(section, {}))})
     found = expand_homes(root, {section: kind})
     made = read_section(kind, root._get_node(section), [section], {section: kind}, found)
     named = {problem.key for problem in found}
     found += [broken for rule in made.problems() if (broken := rule.under(section)).key not in named]
     return (kind() if found else made), found
+
+
+def _as_written(word: str, kind: type[Checked]) -> str:
+    """The word with quotes around a path, of which YAML would make a number, null, or a part before a #."""
+    key, _, value = word.partition("=")
+    is_path = key.rpartition(".")[2] in path_fields(kind) and value not in ("", "null") and value[0] not in "'\""
+    return f"{key}={json.dumps(value, ensure_ascii=False)}" if is_path else word
 
 
 def _value(
@@ -134,8 +143,11 @@ def _value(
         found.append(Problem(key=key, rule="is not set", value=NOT_SET, remedy=default_text(default)))
         return default
     except OmegaConfBaseException as error:
-        rule = f"cannot be resolved ({str(error).splitlines()[0]})"
-        found.append(Problem(key=key, rule=rule, value=_plain(values, spec.name)))
+        reason = str(error).splitlines()[0]
+        name = reason.removeprefix("Interpolation key '").removesuffix("' not found")
+        remedy = f"${{oc.env:{name}}} reads the variable of the environment." if name in os.environ else ""
+        rule = f"cannot be resolved ({reason})"
+        found.append(Problem(key=key, rule=rule, value=_plain(values, spec.name), remedy=remedy))
         return default
     if base := custom_kind(hint):
         if isinstance(value, list) and holds_list(hint):
