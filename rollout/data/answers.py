@@ -63,8 +63,13 @@ _DAPO_ANSWER = re.compile(r"answer[*_`\s]*:(?:[*_`}\s]|\\\[|\$\$)*", re.IGNORECA
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
-STATEMENT = re.compile(r"####|<<[^<>]*=|^\s*[\[{]\s*[\"']|\banswer\b\s*(?:is\b|[:=])\s*[-+$\\]*[0-9b]", re.IGNORECASE)
-"""What makes a reference more than an answer: the solution of GSM8K, JSON, a list of Python, a sentence about it."""
+STATEMENT = re.compile(
+    r"####|<<[^<>]*=|^\s*[\[{]\s*[\"']|\banswer\b\s*(?:is\b|[:=])\s*[-+$\\]*[0-9b]"
+    r"|^\s*(?:(?:array|tensor|np\.\w+|decimal|fraction)\(|(?:nan|<na>|nat)\s*$)",
+    re.IGNORECASE,
+)
+"""What makes a reference more than an answer, or none: the solution of GSM8K, JSON, a list of Python, a sentence about
+it, what numpy and pandas write for an array, a number of theirs, and a cell without a value."""
 _OPENS_LINE = re.compile(rf"(?:^|[\n>\]\uff5c\u25b7])\s*(?:{_OPENS})", re.IGNORECASE)
 
 
@@ -116,7 +121,7 @@ _MIXED = re.compile(r"\A\s*([-+]?[0-9]+)\s+([0-9]+)/([0-9]+)\s*\Z")
 _REPEATING = re.compile(r"(?<![0-9,])([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
 _SCIENTIFIC = re.compile(r"\A\s*([-+]?[0-9]+(?:\.[0-9]+)?)[eE]\+?(-?[0-9]+)\s*\Z")
 _TRUTH = re.compile(r"\A\s*(?:\\text\w*\s*\{)?\s*(true|false)\s*\}?\s*\Z", re.IGNORECASE)
-_PERCENT, _DEGREES = re.compile(r"(?<!\\)%"), re.compile(r"\s*°(?:\s*[CF]\b)?")
+_PERCENT, _DEGREES = re.compile(r"(?<!\\)%"), re.compile(r"\s*(?:°(?:\s*[CF]\b)?|\\degree(?![A-Za-z]))")
 _IN_LATEX = str.maketrans(
     {"∞": r"\infty ", "\u222a": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset "}
     | dict.fromkeys("\u2044\u2215", "/")
@@ -130,6 +135,7 @@ def latex_signs(text: str) -> str:
     2½ is 2\\frac{1}{2}, x² is x^{2}, √(x+1) is \\sqrt{x+1}, 90° is 90^\\circ, and 0.\\overline{3} is \\frac{3}{9}.
     """
     text = _SCIENTIFIC.sub(r"\1\\times10^{\2}", _MIXED.sub(r"\1\\frac{\2}{\3}", plain_signs(text)))
+    text = _NAMED_UNIT.sub("", _together(text)).replace(r"\varnothing", r"\emptyset")
     text = _FRACTION.sub(lambda found: r"\frac{{{}}}{{{}}}".format(*compatible("NFKC", found[0]).split("\u2044")), text)
     text = _RAISED_RUN.sub(lambda found: f"^{{{compatible('NFKC', found[0])}}}", text)
     text = _ROOT.sub(lambda found: f"{_ROOTS[found['sign']]}{{{found['inner'] or found['one'] or ''}}}", text)
@@ -216,7 +222,7 @@ _MATHS = re.compile(r"([^$]*)\$([^$]+)\$([^$]*)")
 _MEANS = re.compile(r"[0-9<>√≤≥≠±/]|\b(?:not|minus|negative|or)\b")
 """What in the text around $...$ belongs to the answer."""
 _TWO_NUMBERS = re.compile(r"[0-9],\s+[0-9]")
-_THOUSANDS_APART = re.compile(r"(?<![0-9])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
+_THOUSANDS_APART = re.compile(r"(?<![0-9])[0-9]{1,3}(?: [0-9]{3})+(?![0-9/])")
 _LOOSE_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
 """Every space but those between two numbers: 2 3/4 is not 23/4."""
 _UNIT_POWER = re.compile(r"\^\{?[23]\}?")
@@ -234,11 +240,13 @@ _SHORT_FORMS = (
     (re.compile(rf"\\frac\s*(\{{{_NESTED}\}})\s*([0-9a-zA-Z])"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt\s*([0-9a-zA-Z])"), r"\\sqrt{\1}"),
 )
-_UNITS = re.compile(
-    r"(?:(?<=[0-9}])|(?<=\S)\s+)(?:(?:degrees?|\\circ|\\%|%|dollars?|cents?|units?|square|cubic|"
+_UNIT = (
+    r"degrees?|dollars?|cents?|units?|square|cubic|"
     r"inch(?:es)?|feet|foot|hours?|minutes?|days?|meters?|miles?|[ck]m|mm|kg|gm|mph|pounds?|points?|ways|integers|"
-    r"digits|meals|edges|students|children|tickets|multiples)(?:\s*\^\{?[23]\}?)?\s*)+$"
+    r"digits|meals|edges|students|children|tickets|multiples"
 )
+_UNITS = re.compile(rf"(?:(?<=[0-9}}])|(?<=\S)\s+)(?:(?:{_UNIT}|\\circ|\\%|%)(?:\s*\^\{{?[23]\}}?)?\s*)+$")
+_NAMED_UNIT = re.compile(rf"(?<=[0-9}}])\s+(?:(?:{_UNIT})\s*)+$")
 
 
 def normalise(answer: str) -> str:
@@ -262,9 +270,14 @@ def normalise(answer: str) -> str:
     text = _SPACES.sub(" ", _ORNAMENTS.sub("", text)).rstrip(".,; ")
     text = _UNITS.sub("", text)
     is_list = _TWO_NUMBERS.search(text) is not None
-    text = _LOOSE_SPACE.sub("", _THOUSANDS_APART.sub(lambda found: found[0].replace(" ", ""), text))
+    text = _LOOSE_SPACE.sub("", _together(text))
     number = None if is_list else to_number(text, whole=True)
     return (text if number is None else plain_number(number))[:MAX_EXPRESSION_CHARS]
+
+
+def _together(text: str) -> str:
+    """The text without the spaces between groups of three digits: 12 345 is 12345, and 2 345/1000 stays."""
+    return _THOUSANDS_APART.sub(lambda found: found[0].replace(" ", ""), text)
 
 
 def plain_number(number: Decimal) -> str:

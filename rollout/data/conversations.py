@@ -66,7 +66,7 @@ def prompt_value(value: object, key: str, *, continues: bool) -> str | Messages:
 def _messages_in(text: str) -> list[Any] | None:
     """The messages that `text` writes as JSON or as Python does, as csv files hold them; None for any other text."""
     text = text.strip("\ufeff \n")
-    if not text.startswith(("[", "{")):
+    if not text.startswith(("[", "{", "array([")):
         return None
     found = written_value(text)
     if isinstance(found, dict):

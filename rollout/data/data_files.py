@@ -15,6 +15,7 @@ import glob
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 import traceback
@@ -216,14 +217,24 @@ def checked_text(text: str, key: str) -> str:
     return text
 
 
-def written_value(text: str) -> Any:
-    """The value that `text` writes as JSON, or as Python does, whose form pandas and `datasets` give cells of csv.
+_OF_NUMPY = re.compile(
+    r"""(?P<value>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\]}])(?:(?:,\s*dtype=[\w.<>']+)?\))?"""
+    r"""(?P<apart>\s+(?=['"\[{]|array\())?|\barray\((?=\[)""",
+    re.DOTALL,
+)
+"""A value of a list, with what numpy writes around it: array(['a', 'b'], dtype=object), and ['a' 'b'] without commas,
+which are one text to Python."""
 
-    None if it is neither. Nothing is executed.
+
+def written_value(text: str) -> Any:
+    """The value that `text` writes as JSON, as Python or as numpy does: pandas and `datasets` give cells of csv such.
+
+    None if it is none of them. Nothing is executed.
     """
-    for read in (json.loads, ast.literal_eval):
+    python = _OF_NUMPY.sub(lambda found: (found["value"] or "") + ("," if found["apart"] else ""), text)
+    for read, form in ((json.loads, text), (ast.literal_eval, python), (ast.literal_eval, text)):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return read(text)
+            return read(form)
     return None
 
 

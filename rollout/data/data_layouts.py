@@ -117,7 +117,9 @@ def _is_texts(value: object) -> TypeGuard[list[str | int | float]]:
 
 def _choices(value: object, answer: object) -> object:
     """The lines of choices in the form {"label": [...], "text": [...]} or {"A": ..., "B": ...}, and of a list of texts
-    without labels of which `answer` names one by its letter; else `value`."""
+    without labels of which `answer` names one by its letter, as cells of csv hold it too; else `value`."""
+    if isinstance(value, str) and answer in LETTERS and value.startswith(("[", "{", "array([")):
+        return lines if _is_texts(lines := _choices(written_value(value), answer)) else value
     if isinstance(value, dict):
         labelled = {label: text for label, text in value.items() if text is not None}
         if _is_texts(texts := value.get("text")):

@@ -327,6 +327,14 @@ def test_math_compares_values_not_texts(response, answer, correct):
         (r"1.2\%", "0.012"),
         ("€5", "5"),
         (r"5\text{ cm²}", r"5\text{ cm}^2"),
+        ("1 000", "1000"),
+        ("-12 345 678.5", "-12345678.5"),
+        ("2 345/1000", "2.345"),
+        ("5 dollars", "5"),
+        (r"\$1 500 dollars", "1500"),
+        (r"\frac{7}{2} hours", "3.5"),
+        (r"45\degree", "45"),
+        (r"\varnothing", r"\emptyset"),
     ],
 )
 def test_signs_of_unicode_and_latex_are_one_answer_for_math_on_either_side(one, other):

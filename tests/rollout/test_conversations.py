@@ -4,6 +4,7 @@ import json
 import re
 import threading
 
+import numpy as np
 import psutil
 import pytest
 from data_cases import TEMPLATE, byte_tokenizer, write_rows
@@ -48,11 +49,8 @@ BAD = [
     ([{"from": "human", "value": "2+3?"}], "Rename them to role and content, and human to user"),
     (json.dumps([ASKED, ANSWERED]), "ends with a message of the assistant"),
     (json.dumps([{"from": "human", "value": "2+3?"}]), "Rename them to role and content"),
-    (
-        str([ASKED, ASKED]).replace("}, {", "}\n {"),
-        "chat messages as text that is no list. Save the column as JSON",
-    ),
-    (f"array([{ASKED}], dtype=object)", "as text that is no list"),
+    (f"{ASKED} {ASKED}", "chat messages as text that is no list. Save the column as JSON"),
+    (f"array([{ASKED}", "as text that is no list"),
     (json.dumps([ASKED])[:-4], "as text that is no list"),
     (json.dumps(json.dumps([ASKED])), "as text that is no list"),
     ([{"role": "tool", "content": "5"}], "has no message of a user"),
@@ -85,6 +83,8 @@ READ = [
     (json.dumps(ASKED), "[user]2+3?[assistant]"),
     (str([{**ASKED, "content": "it's \"2+3\"?\n", "name": None}]), "[user]it's \"2+3\"?\n[assistant]"),
     (str({"messages": [ASKED]}), "[user]2+3?[assistant]"),
+    *((form(np.array([ASKED, {**ASKED, "content": "it's ['a' 'b'] {1} {2}"}])),
+       "[user]2+3?[user]it's ['a' 'b'] {1} {2}[assistant]") for form in (str, repr)),
     ("\ufeff" + json.dumps({"messages": [ASKED]}), "[user]2+3?[assistant]"),
     ({"role": ["user"], "content": ["2+3?"]}, "[user]2+3?[assistant]"),
     ([ASKED, {"role": "assistant", "content": None, "reasoning_content": "5", "tool_calls": []}, ASKED],

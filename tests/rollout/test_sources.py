@@ -7,6 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow
 import pytest
 from data_cases import BOS, EOS, byte_tokenizer, write_rows
@@ -228,6 +229,19 @@ def test_fields_and_choices_as_other_data_sets_hold_them(tmp_path, tokenizer):
     keys = {"prompt_key": "question+choices", "answer_key": "answerKey"}
     data = load_dataset(config(write_rows(tmp_path / "arc.parquet", arc), **keys), tokenizer)
     assert data.train[0].text == "Which?\nA. 4\nB. 7"
+
+
+@pytest.mark.parametrize("form", [str, repr, list, json.dumps], ids=["str", "repr", "list", "json"])
+def test_choices_in_cells_of_csv_have_the_letters_that_answers_name(tmp_path, tokenizer, form):
+    """As pandas writes arrays and lists: to Python ['4' 'it\'s 7'] is one text."""
+    texts = ["4", "it's 7", '"8"', "[9]"]
+    choices = form(texts if form in (list, json.dumps) else np.array(texts, dtype=object))
+    row = {"question": "Which?", "choices": choices, "answer": "B"}
+    keys = {"prompt_key": "question+choices", "answer_key": "answer"}
+    data = load_dataset(config(write_rows(tmp_path / "rows.csv", [row]), **keys), tokenizer)
+    assert data.train[0].text == 'Which?\nA. 4\nB. it\'s 7\nC. "8"\nD. [9]'
+    data = load_dataset(config(write_rows(tmp_path / "rows.csv", [{**row, "answer": "7"}]), **keys), tokenizer)
+    assert data.train[0].text == f"Which? {choices}", "a text that begins so is one"
 
 
 def test_pictures_are_left_out_of_the_row_and_not_opened(tmp_path, tokenizer):
