@@ -118,7 +118,7 @@ def read_own_keys(kind: type[Config], words: Sequence[str], *, section: str) -> 
     return (kind() if found else made), found
 
 
-def _as_written(word: str, kind: type[Checked]) -> str:
+def _as_written(word: str, kind: type) -> str:
     """The word with quotes around a path, of which YAML would make a number, null, or a part before a #."""
     key, _, value = word.partition("=")
     is_path = key.rpartition(".")[2] in path_fields(kind) and value not in ("", "null") and value[0] not in "'\""
