@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from compose_cases import messages, own_recipe, recipe, resolved
+from omegaconf import OmegaConf
 
+from trainer.compose.choices import plain_values
 from trainer.compose.compose import resolve
-from trainer.compose.hydra_session import empty_root, plain
+from trainer.compose.hydra_session import sections
 from trainer.compose.read import build_config, read_own_keys
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.start.checks import start_problems
@@ -172,12 +174,12 @@ def test_a_misspelt_option_does_not_hide_or_invent_problems_below_it() -> None:
 
 
 def test_build_config_does_not_raise_and_collects_every_component() -> None:
-    root = empty_root()
+    root = OmegaConf.create(sections())
     chosen = {"model": "hf", "data": "file", "rollout": "torch", "collect": "fixed", "schedule": "sync"}
     chosen["guard"] = "none"
     kinds = {group: GROUPS[group][option] for group, option in chosen.items()}
     for group, kind in kinds.items():
-        root[group] = plain(kind)
+        root[group] = plain_values(kind)
     root.optim.lr = -1.0
     root.tracking.samples_per_step = -1
     config, unreadable, broken = build_config(root, kinds)

@@ -24,19 +24,15 @@ from rollout.processes.custom_class import load_class
 Kind = TypeVar("Kind", bound=Custom)
 
 
-def plain(config: object) -> DictConfig:
+def plain_values(config: Any) -> dict[str, object]:
     """Keys and defaults of a config class, or of an instance, without types: enum members become their names."""
-    return OmegaConf.create(_plain(config))
-
-
-def _plain(config: Any) -> dict[str, object]:
     values = {}
     for spec in fields(config):
         default = spec.default if spec.default_factory is MISSING else spec.default_factory()
         value = written(default if isinstance(config, type) else getattr(config, spec.name))
         if isinstance(value, Enum):
             value = value.name
-        values[spec.name] = _plain(value) if is_dataclass(value) else value
+        values[spec.name] = plain_values(value) if is_dataclass(value) else value
     return values
 
 
@@ -89,7 +85,7 @@ def without_choices(node: Any, kind: type, key: str, unneeded: tuple[str, ...]) 
         elif custom_kind(hint) and value is not None and f"{key}{name}".startswith(unneeded):
             given = OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value._value()
             if own_choice(given) or isinstance(given, list):
-                node[name] = plain(kind)[name]
+                node[name] = plain_values(kind)[name]
 
 
 @cache

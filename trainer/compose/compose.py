@@ -26,9 +26,9 @@ from algorithms.config import NOT_SET, Problem
 from rollout.config import EngineConfig
 from rollout.processes.custom_code import is_custom, similar_custom
 from trainer.compose.catalog import recipe_files, recipe_name
-from trainer.compose.choices import own_class, plain, without_choices
+from trainer.compose.choices import own_class, plain_values, without_choices
 from trainer.compose.home import expand_homes
-from trainer.compose.hydra_session import SCHEMA, add_option, hydra_session, options_of
+from trainer.compose.hydra_session import SCHEMA, ParityOptions, add_option, hydra_session, options_of
 from trainer.compose.keys import field_names, lists_once, nearest
 from trainer.compose.overrides import SWEEP_DIR, change, expand, parse
 from trainer.compose.peers import CHOICES
@@ -219,7 +219,7 @@ def _compose(
             change(root, override)
     root.run.recipe = escaped(recipe_name(recipe))
     for group in (name for name in GROUPS if name in unneeded and choices.get(name) == _stand_in(name)):
-        root[group] = plain([*GROUPS[group].values()][-1])
+        root[group] = plain_values([*GROUPS[group].values()][-1])
     return root, list(defaults), parts
 
 
@@ -391,7 +391,11 @@ def _parts(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> Iterator[
         name, package = default.config_path, (default.package or "").replace("_global_", "")
         source = next((source for source in loader.get_sources() if name and source.is_config(name)), None)
         if name is not None and source is not None:
-            content = OmegaConf.to_container(source.load_config(name).config)
+            content: object = None
+            if isinstance(source, ParityOptions):
+                content = source.content(name)
+            else:
+                content = OmegaConf.to_container(source.load_config(name).config)
             assert isinstance(content, dict)
             file = f"{source.path}/{name}.yaml" if source.scheme() == "file" else ""
             yield Part(name=name, file=file, prefix=f"{package}." if package else "", content=content)

@@ -20,11 +20,11 @@ from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
 from rollout.processes.secret_names import is_secret_name
-from trainer.compose.choices import plain
+from trainer.compose.choices import plain_values
 from trainer.config.paths import config_dir, recipe_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
 
@@ -36,10 +36,9 @@ HYDRA_CONFIG = "hydra/config"
 """Hydra's own config, with its launchers, log handlers and help: empty, because Parity starts the runs itself."""
 
 
-def empty_root() -> DictConfig:
+def sections() -> dict[str, object]:
     """Every section that is not a group, with its defaults."""
-    hints = get_type_hints(TrainConfig)
-    return OmegaConf.create({name: plain(kind) for name, kind in hints.items() if name not in GROUPS})
+    return {name: plain_values(kind) for name, kind in get_type_hints(TrainConfig).items() if name not in GROUPS}
 
 
 def options_of(group: str) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def options_of(group: str) -> dict[str, Any]:
 
 
 class ParityOptions(ConfigSource):
-    """The options of the groups for Hydra, each made when it is chosen.
+    """The options of the groups, so that Hydra finds their names; `compose.py` takes their `content`.
 
     Hydra copies everything in its own ConfigStore several times in every composition.
     """
@@ -74,12 +73,16 @@ class ParityOptions(ConfigSource):
         return [] if results_filter is ObjectType.GROUP else sorted(options_of(config_path))
 
     def load_config(self, config_path: str) -> ConfigResult:
+        package = "" if config_path in (SCHEMA, HYDRA_CONFIG) else config_path.partition("/")[0]
+        none = OmegaConf.create()
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=none, header={"package": package})
+
+    def content(self, config_path: str) -> dict[str, object]:
+        """Keys and defaults of the config with this name."""
         group, _, name = config_path.partition("/")
         if config_path in (SCHEMA, HYDRA_CONFIG):
-            group, node = "", empty_root() if config_path == SCHEMA else OmegaConf.create()
-        else:
-            node = plain(self.of_files.get(config_path) or options_of(group)[name])
-        return ConfigResult(provider=self.provider, path=self.full_path(), config=node, header={"package": group})
+            return sections() if config_path == SCHEMA else {}
+        return plain_values(self.of_files.get(config_path) or options_of(group)[name])
 
 
 class ParitySearchPath(SearchPathPlugin):

@@ -26,7 +26,7 @@ from rollout.processes.custom_class import finish
 from rollout.processes.custom_code import function_problem, similar_custom
 from rollout.rewards import RULES
 from trainer.compose import keys
-from trainer.compose.choices import convertible, custom_kind, holds_list, own_choice, own_class, plain
+from trainer.compose.choices import convertible, custom_kind, holds_list, own_choice, own_class, plain_values
 from trainer.compose.home import expand_homes
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.rundir.provenance import escaped
@@ -110,7 +110,7 @@ def read_own_keys(kind: type[Config], words: Sequence[str], *, section: str) -> 
     If a problem exists, the config has its defaults.
     """
     given = OmegaConf.from_dotlist([_as_written(word, kind) for word in words])
-    root = OmegaConf.create({section: OmegaConf.merge(plain(kind), given.get(section, {}))})
+    root = OmegaConf.create({section: OmegaConf.merge(plain_values(kind), given.get(section, {}))})
     found = expand_homes(root, {section: kind})
     made = read_section(kind, root._get_node(section), [section], {section: kind}, found)
     named = {problem.key for problem in found}
@@ -192,7 +192,7 @@ def _own(value: object, base: type[Custom], path: list[str], found: list[Problem
         remedy = similar_custom(choice[0])
         found.append(Problem(key=key, rule=str(error), value=choice[0], remedy=remedy))
         return None
-    node = OmegaConf.merge(plain(kind), escaped(choice[1]))
+    node = OmegaConf.merge(plain_values(kind), escaped(choice[1]))
     expand_homes(OmegaConf.create({key: node}), {key: kind})
     before = len(found)
     made = read_section(kind, node, path, {}, found)
