@@ -71,7 +71,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(kw_only=True, slots=True)
 class EngineConfig(Checked):
-    """Keys of every rollout engine. Choose the kind of engine with `rollout=sglang` or `rollout=torch`."""
+    """Keys of every rollout engine. `rollout=sglang`, `rollout=torch` and `rollout=vllm` choose their kind."""
 
     kind: ClassVar[str] = ""
     graph_bytes: ClassVar[int] = 0

@@ -3,8 +3,9 @@
 An engine is a generator with a queue: the caller submits requests, the engine samples responses in the background, and
 the caller polls for finished responses. Weights may be replaced meanwhile; every token carries the policy version that
 sampled it.
-`rollout/sglang/engine.py` (a real SGLang server over HTTP) and `rollout/torch/engine.py` (embedded transformers)
-implement the protocol; `rollout/group/worker.py` hosts one engine in a Ray actor.
+`rollout/sglang/engine.py` (a real SGLang server over HTTP), `rollout/torch/engine.py` (embedded transformers) and
+`rollout/vllm/engine.py` (embedded vLLM) implement the protocol; `rollout/group/worker.py` hosts one engine in a Ray
+actor.
 """
 
 from __future__ import annotations

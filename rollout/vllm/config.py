@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from algorithms.config import Problem
 from algorithms.config.rules import at_least, ruled
 from rollout.config import EngineConfig, EngineUse, PauseMode, pause_problems
-from rollout.weights.experts import FAMILIES
+from rollout.weights.experts import BIASED
 
 if TYPE_CHECKING:
     from rollout.engine import Engine, EngineSetup
@@ -26,6 +26,7 @@ class VLLMConfig(EngineConfig):
     """vLLM's own engine in the worker's process, on a CPU: no server."""
 
     kind: ClassVar[str] = "vllm"
+    route_number_bytes: ClassVar[int] = 4  # with the factor
     pause_mode: PauseMode = PauseMode.retract
     """Treatment of unfinished responses while weights are replaced. Vetted: retract."""
     max_batch_size: int = ruled(256, at_least(1))
@@ -36,6 +37,10 @@ class VLLMConfig(EngineConfig):
     @property
     def max_running(self) -> int | None:
         return self.max_batch_size
+
+    @property
+    def returns_routes(self) -> bool:
+        return True
 
     def conflicts(self) -> Iterator[Problem]:
         if self.gpus_per_engine > 0:
@@ -63,8 +68,10 @@ class VLLMConfig(EngineConfig):
         return self.cache_tokens if length is None else min(length, self.cache_tokens)
 
     def model_rule(self, model: Mapping[str, Any]) -> str:
-        if model.get("model_type") in FAMILIES:
-            return "be dense with rollout=vllm, which does not serve mixtures yet"
+        if model.get("model_type") in BIASED:
+            return f"be of another family than {' and '.join(BIASED)} with rollout=vllm, which has not served them yet"
+        if model.get("model_type") == "olmoe" and model.get("norm_topk_prob"):
+            return "have norm_topk_prob=false with rollout=vllm, whose OLMoE weighs experts so"
         heads, width = model.get("num_attention_heads"), model.get("hidden_size")
         size = model.get("head_dim") or (width // heads if heads and width else None)
         if size is not None and size not in HEAD_SIZES:
@@ -74,4 +81,4 @@ class VLLMConfig(EngineConfig):
     def build(self, setup: EngineSetup) -> Engine:
         from rollout.vllm.engine import VLLMEngine
 
-        return VLLMEngine(self, index=setup.index, num_threads=setup.num_threads, log_dir=setup.log_dir)
+        return VLLMEngine(self, setup)

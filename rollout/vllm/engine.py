@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollout.config import PauseMode
+from rollout.config import PauseMode, Routing
 from rollout.embedded.engine import EmbeddedEngine, Part
-from rollout.engine import EngineError, EngineInfo, LayoutError
+from rollout.engine import EngineError, EngineInfo, EngineSetup, LayoutError
 from rollout.types import PackedWeights
 from rollout.vllm.weights import places_of
+from rollout.weights.experts import mixture_of
 from rollout.weights.files import tensor_shapes
 from rollout.weights.packed_weights import DTYPES
 from rollout.weights.quantization import round_inputs
@@ -51,12 +52,13 @@ logger = logging.getLogger(__name__)
 class VLLMEngine(EmbeddedEngine["LLMEngine"]):
     """One model of vLLM. Its packages are imported at the start, which takes about 20 s of a core."""
 
-    def __init__(self, config: VLLMConfig, *, index: int, num_threads: int | None, log_dir: Path) -> None:
-        """`num_threads` applies to the whole process, None leaves it unchanged."""
-        super().__init__(config, index=index)
+    def __init__(self, config: VLLMConfig, setup: EngineSetup) -> None:
+        """`setup.num_threads` applies to the whole process."""
+        super().__init__(config, index=setup.index)
         self._vllm = config
-        self._num_threads = num_threads
-        self._log_file = log_dir / f"engine-{index}.log"
+        self._num_threads = setup.num_threads
+        self._routes = setup.routes
+        self._log_file = setup.log_dir / f"engine-{setup.index}.log"
         self._model: LLMEngine | None
         self._runner: Any
         self._places: dict[str, Tensor] = {}
@@ -71,15 +73,20 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
 
                 if not vllm.__version__.startswith(RELEASE):
                     raise EngineError(f"{self._name} start: vLLM must be {RELEASE}x, this is {vllm.__version__}")
+                from rollout.vllm.experts import RouteRecorder, use_plain_experts
+                from rollout.vllm.sampler import SeededSampler
+
+                keeps_routes = self._routes is not Routing.live and mixture_of(described) is not None
+                recorder = RouteRecorder() if keeps_routes else None
+                use_plain_experts(recorder)
                 self._model = _new_engine(self._vllm, model_path, described)
                 self._runner = self._model.model_executor.driver_worker.model_runner
                 self._places = places_of(self._runner.model, tensor_shapes(model_path))
             except (OSError, ValueError, RuntimeError, ImportError, LayoutError) as error:
+                self.stop()
                 text = f"{self._name} start: {model_path} could not be loaded: {error}; see {self._log_file}"
                 raise EngineError(text) from error
-        from rollout.vllm.sampler import SeededSampler
-
-        self._runner.sampler = SeededSampler(self._runner)
+        self._runner.sampler = SeededSampler(self._runner, recorder)
         round_inputs(self._runner.model, self._config.quantization)
         limits = self._model.model_config
         self._vocab_size, self._context_length = limits.get_vocab_size(), limits.max_model_len
@@ -94,10 +101,9 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
         """What vLLM finds at its start; it changes variables and functions of the process, which are put back."""
-        if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)
-        variables, set_num_threads, num_threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
-        os.environ.update(ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)})
+        variables, set_num_threads = dict(os.environ), torch.set_num_threads
+        set_num_threads(self._num_threads)
+        os.environ.update(ENVIRONMENT | {"OMP_NUM_THREADS": str(self._num_threads)})
         log = logging.getLogger("vllm")
         if not log.handlers:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +114,6 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
             yield
         finally:
             torch.set_num_threads = set_num_threads
-            torch.set_num_threads(num_threads)
             os.environ.clear()
             os.environ.update(variables)
 

@@ -15,13 +15,15 @@ from vllm.v1.outputs import SamplerOutput
 
 from rollout.embedded.batch import Response
 from rollout.embedded.drawing import add_drawn, sample_tokens, truncation_of
+from rollout.vllm.experts import RouteRecorder
 
 
 class SeededSampler:
     """Stands where vLLM's model runner has its sampler, and adds what it draws to the responses."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, recorder: RouteRecorder | None) -> None:
         self._runner = runner
+        self._recorder = recorder
         self.responses: dict[str, Response] = {}
         """vLLM's name of a request -> its response so far."""
         self.policy_version = 0
@@ -39,5 +41,7 @@ class SeededSampler:
             truncation=truncation_of(params, logits),
         )
         ready = (~torch.from_numpy(self._runner.discard_request_mask.np[: len(responses)])).nonzero()[:, 0]
+        if self._recorder is not None:
+            self._recorder.add_routes(self._runner, responses, ready.tolist())
         add_drawn(drawn.rows(ready), [responses[row] for row in ready.tolist()], policy_version=self.policy_version)
         return SamplerOutput(sampled_token_ids=drawn.tokens.to(torch.int32)[:, None], logprobs_tensors=None)

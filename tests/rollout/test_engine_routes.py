@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from engine_cases import HEAD_DIMS
 from packing_cases import pack
 from sglang_cases import LONG, PROMPTS, Served, make_requests, poll_all, start_served, without_end
 from tiny_model import EXPERTS_PER_TOKEN, NUM_EXPERTS, experts_chosen, write_tiny_model
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from rollout.config import DType, Routing
 from rollout.engine import Engine, EngineNeeds, EngineSetup
+from rollout.group.engines import ENGINES
 from rollout.model.routing import routers
 from rollout.sglang.replies import ReplyError, routes_of
-from rollout.torch.config import TorchEngineConfig
 from rollout.types import FinishReason, GenerateRequest, Generation
 from rollout.weights.experts import Mixture
 from rollout.weights.packed_weights import stored_state
@@ -45,8 +46,10 @@ class Case:
             self.engine: Engine = self._served.engine
             self.model = self._served.model
             return
-        self.model = write_tiny_model(directory / "model", model_type=family, max_positions=LONG + 20)
-        config = TorchEngineConfig(dtype=DType.float32)
+        self.model = write_tiny_model(
+            directory / "model", model_type=family, max_positions=LONG + 20, head_dim=HEAD_DIMS.get(kind, 16)
+        )
+        config = ENGINES[kind](dtype=DType.float32)
         setup = EngineSetup(
             config=config,
             index=0,
@@ -55,6 +58,7 @@ class Case:
             num_threads=1,
             log_dir=directory,
             model_path=directory / "model",
+            routes=Routing.weights,
         )
         self.engine = config.build(setup)
         self.engine.start(directory / "model")
@@ -70,6 +74,11 @@ class Case:
     params=[
         "torch-qwen3_moe",
         "torch-deepseek_v3",
+        pytest.param("vllm-qwen3_moe", marks=pytest.mark.vllm),
+        *(
+            pytest.param(f"vllm-{family}", marks=[pytest.mark.vllm, pytest.mark.slow])
+            for family in ("mixtral", "olmoe", "qwen2_moe")
+        ),
         *(
             pytest.param(f"sglang-{family}", marks=[pytest.mark.sglang, pytest.mark.slow])
             for family in ("qwen3_moe", "glm4_moe")
@@ -175,7 +184,9 @@ def test_routes_stay_those_of_the_weights_that_sampled(
 ) -> None:
     without_end(monkeypatch)
     old = case.model
-    new = write_tiny_model(tmp_path, seed=5, model_type=case.family, max_positions=LONG + 20)
+    new = write_tiny_model(
+        tmp_path, seed=5, model_type=case.family, max_positions=LONG + 20, head_dim=case.model.config.head_dim
+    )
     old_version = case.engine.policy_version
     requests = with_routes(
         make_requests([*PROMPTS, LONG_PROMPT], num_samples=4, max_new_tokens=LONG - 40, seed=11, stop=())

@@ -16,7 +16,7 @@ from tiny_model import write_tiny_model
 
 from algorithms.config import ConfigError
 from rollout.config import DType, EngineUse, PauseMode, Quantization, SamplingConfig
-from rollout.engine import EngineError, LayoutError
+from rollout.engine import EngineError, EngineSetup, LayoutError
 from rollout.types import FinishReason, GenerateRequest
 from rollout.vllm.config import VLLMConfig
 from rollout.vllm.weights import places_of
@@ -37,9 +37,12 @@ def tiny(directory: Path, *, seed: int = 0) -> PreTrainedModel:
 def started(directory: Path, **options: object) -> VLLMEngine:
     from rollout.vllm.engine import VLLMEngine
 
-    config = VLLMConfig(dtype=DType.float32, **options)  # type: ignore[arg-type]
-    engine = VLLMEngine(config, index=0, num_threads=1, log_dir=directory)
-    engine.start(directory / "model")
+    config, model = VLLMConfig(dtype=DType.float32, **options), directory / "model"  # type: ignore[arg-type]
+    setup = EngineSetup(
+        config=config, index=0, seed=0, device="cpu", num_threads=1, log_dir=directory, model_path=model
+    )
+    engine = VLLMEngine(config, setup)
+    engine.start(model)
     return engine
 
 
@@ -233,4 +236,12 @@ def test_what_vllm_does_not_do_is_refused_by_key() -> None:
     [problem] = VLLMConfig().use_problems(replace(USE, lora_rank=8, sends_adapter=True))
     assert problem.key == "policy.lora.merge" and "rollout=vllm" in problem.rule
     assert VLLMConfig(cache_tokens=128).context_length({"max_position_embeddings": 4096}) == 128
-    assert VLLMConfig().model_rule({"model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14}) == ""
+    sizes = {"hidden_size": 896, "num_attention_heads": 14}
+    for text, rule in (
+        ({"model_type": "qwen2"}, ""),
+        ({"model_type": "glm4_moe"}, "another family"),
+        ({"model_type": "olmoe", "norm_topk_prob": True}, "norm_topk_prob=false"),
+        ({"model_type": "llama", "head_dim": 48}, "not of 48"),
+    ):
+        found = VLLMConfig().model_rule(sizes | text)
+        assert rule in found and bool(rule) is bool(found)

@@ -57,7 +57,8 @@ def write_tiny_model(
         "num_experts_per_tok": EXPERTS_PER_TOKEN,
         "norm_topk_prob": model_type != "olmoe",  # as SGLang has it
         "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
+        # Only where the family has one: vLLM makes one in every Qwen mixture whose config names a size.
+        **({"shared_expert_intermediate_size": 64} if model_type == "qwen2_moe" else {}),
         "decoder_sparse_step": sparse_step,
     }
     if model_type in BIASED:
