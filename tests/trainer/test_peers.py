@@ -138,7 +138,6 @@ def test_the_probable_value_is_found_without_guessing(
     [
         ("loss=grpo", "It is an estimator of advantages: advantage.estimator=grpo."),
         ("loss=DR_GRPO", "It is an estimator of advantages: advantage.estimator=dr_grpo."),
-        ("rollout=vllm", "There is no such engine here; rollout=sglang is the server."),
     ],
 )
 def test_a_choice_of_another_trainer_is_not_taken_for_a_similar_word(word: str, answer: str) -> None:

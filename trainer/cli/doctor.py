@@ -59,19 +59,19 @@ class Findings:
 def examine() -> Findings:
     """Run all checks; no check raises."""
     torch_found, gpus = _torch()
-    sglang = _sglang(torch_found, gpus=gpus)
+    sglang, vllm = _sglang(torch_found, gpus=gpus), _vllm(torch_found)
     packages = [_package(name) for name in REQUIRED]
     python = Finding(OK, "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     required = [python, _import_names(), torch_found, *packages, _loopback(), _shared_memory()]
     engines: list[str] = []
     if all(finding.status != MISSING for finding in required):
-        engines = ["torch"] if sglang[0].status == MISSING else ["sglang", "torch"]
+        engines = [found.name for found in (sglang[0], vllm) if found.status == OK] + ["torch"]
     verdict = Finding(MISSING, "engines", "none can run", "Mend what is MISSING above.")
     if engines:
         verdict = Finding(OK, "engines", f"available: {', '.join(f'rollout={name}' for name in engines)}")
     gpu = Finding(OK, "GPUs", ", ".join(gpus)) if gpus else Finding(NOTE, "GPUs", "none: runs use the CPU")
     resources = (_cores(), _memory(), _disk(), _cache(), _ceilings(torch_found, gpus))
-    return Findings(all=(*required, *sglang, gpu, *resources, _wandb(), verdict), engines=tuple(engines))
+    return Findings(all=(*required, *sglang, vllm, gpu, *resources, _wandb(), verdict), engines=tuple(engines))
 
 
 def render(findings: Findings) -> str:
@@ -138,6 +138,22 @@ def _sglang(torch_found: Finding, *, gpus: list[str]) -> list[Finding]:
     except EngineError as error:
         return [Finding(MISSING, "sglang", str(error)), *noted]
     return [Finding(OK, "sglang", version), *noted]
+
+
+def _vllm(torch_found: Finding) -> Finding:
+    """Check the package of rollout=vllm and its release. Its absence is a note: nothing installs it unasked."""
+    if torch_found.status == MISSING:
+        return Finding(NOTE, "vllm", "cannot run without torch")
+    from rollout.vllm.config import VLLMConfig
+    from rollout.vllm.engine import RELEASE
+
+    if (missing := VLLMConfig.missing_package()) is not None:
+        return Finding(NOTE, "vllm", "not installed, as most runs do without it", missing.remedy)
+    [distribution, *_] = packages_distributions()["vllm"]  # a third party's build has another name
+    found = f"{version(distribution)} ({distribution})"
+    if version(distribution).startswith(RELEASE):
+        return Finding(OK, "vllm", found)
+    return Finding(NOTE, "vllm", f"{found}: rollout=vllm needs {RELEASE}x", "make setup ENGINE=vllm in the checkout")
 
 
 def _cores() -> Finding:

@@ -37,7 +37,6 @@ SYNONYMS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Word of other trainers for a value -> values of Parity; the first one that a key or a group accepts is meant."""
 CHOICES: Final[dict[str, str]] = {
-    "rollout=vllm": "There is no such engine here; rollout=sglang is the server.",
     **{
         f"loss={estimator.name}": f"It is an estimator of advantages: advantage.estimator={estimator.name}."
         for estimator in Estimator

