@@ -219,11 +219,11 @@ def checked_text(text: str, key: str) -> str:
 
 _OF_NUMPY = re.compile(
     r"""(?P<value>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\]}])(?:(?:,\s*dtype=[\w.<>']+)?\))?"""
-    r"""(?P<apart>\s+(?=['"\[{]|array\())?|\barray\((?=\[)""",
+    r"""(?P<apart>\s+(?=['"\[{]|array\())?|(?P<open>['"].*)|\barray\((?=\[)""",
     re.DOTALL,
 )
 """A value of a list, with what numpy writes around it: array(['a', 'b'], dtype=object), and ['a' 'b'] without commas,
-which are one text to Python."""
+which are one text to Python. A text that nobody ends is one match, so that its quotes are read once."""
 
 
 def written_value(text: str) -> Any:
@@ -231,7 +231,9 @@ def written_value(text: str) -> Any:
 
     None if it is none of them. Nothing is executed.
     """
-    python = _OF_NUMPY.sub(lambda found: (found["value"] or "") + ("," if found["apart"] else ""), text)
+    python = _OF_NUMPY.sub(
+        lambda found: found["open"] or (found["value"] or "") + ("," if found["apart"] else ""), text
+    )
     for read, form in ((json.loads, text), (ast.literal_eval, python), (ast.literal_eval, text)):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return read(form)

@@ -501,6 +501,10 @@ def add_expert(directory: Path) -> None:
             r"must be of another family: its attention has sinks.* got 'gpt_oss'",
         ),
         (
+            lambda path: edit_config(path, model_type="stablelm"),
+            r"must be of another family: its class in transformers does not tell .* got 'stablelm'",
+        ),
+        (
             lambda path: edit_config(path, model_type="qwen3_moe", num_experts=2, num_experts_per_tok=4),
             r"whose files can be read.* num_experts_per_tok=4 must be 1 to 2, the number of experts of a layer",
         ),
