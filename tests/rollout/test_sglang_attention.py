@@ -221,7 +221,7 @@ def test_blocks_pad_little(make_driver: Any) -> None:
     make_driver(dtype=torch.float32, windows=(-1, -1))
     lens = torch.tensor([3000, 5, 6, 7, 2900])
     table = torch.arange(5 * 4000, dtype=torch.int32).view(5, 4000)
-    blocks = plan_blocks(table, torch.arange(5), lens=lens, numbers_per_key=128)
+    blocks = plan_blocks(table, torch.arange(5), lens=lens, numbers_per_key=512)
     assert [block.rows.tolist() for block in blocks] == [[1, 2, 3], [4], [0]]
     assert sum(len(block.slots) for block in blocks) == int(lens.sum()) + 3
     assert blocks[0].slots[:7].tolist() == [4000, 4001, 4002, 4003, 4004, 4004, 4004]
