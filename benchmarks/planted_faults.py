@@ -159,21 +159,29 @@ class World:
             samples, temperature=temperature, dtype=trainer, weights=self.history[-1] if weights is None else weights
         )
         own = [torch.from_numpy(each.rollout_logprobs[each.response_mask]) for each in samples]
-        bundle = Bundle(
-            lengths=torch.tensor([len(each) for each in scores]),
-            rollout_logprobs=torch.cat(list(own if reported is None else reported)),
-            old_logprobs=torch.cat(scores),
-            token_ids=torch.cat([torch.from_numpy(each.token_ids[each.response_mask]) for each in samples]),
-            prompt_lengths=torch.tensor([int((~each.response_mask).sum()) for each in samples]),
-            prompt_ids=torch.cat([torch.from_numpy(each.token_ids[~each.response_mask]) for each in samples]),
-            metadata={
-                "producer": "planted",
-                "temperature": str(temperature),
-                "trainer_dtype": trainer.value,
-                "rollout_dtype": engine.value,
-            },
-        )
+        reported = own if reported is None else reported
+        bundle = bundle_of(samples, torch.cat(list(reported)), torch.cat(scores), (engine, trainer), temperature)
         return Made(bundle=bundle, models=self.models, where=where)
+
+
+def bundle_of(
+    samples: Sequence[Sample], rollout: Tensor, old: Tensor, dtypes: tuple[DType, DType], temperature: float
+) -> Bundle:
+    """`rollout` and `old` [R]: log-probs of the response tokens from the engine and from the trainer, of `dtypes`."""
+    return Bundle(
+        lengths=torch.tensor([each.num_response_tokens for each in samples]),
+        rollout_logprobs=rollout,
+        old_logprobs=old,
+        token_ids=torch.cat([torch.from_numpy(each.token_ids[each.response_mask]) for each in samples]),
+        prompt_lengths=torch.tensor([int((~each.response_mask).sum()) for each in samples]),
+        prompt_ids=torch.cat([torch.from_numpy(each.token_ids[~each.response_mask]) for each in samples]),
+        metadata={
+            "producer": "benchmarks",
+            "temperature": str(temperature),
+            "rollout_dtype": dtypes[0].value,
+            "trainer_dtype": dtypes[1].value,
+        },
+    )
 
 
 def load(path: Path, dtype: DType, *, attention: str) -> PreTrainedModel:
