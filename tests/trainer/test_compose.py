@@ -114,7 +114,7 @@ def test_a_recipe_says_where_its_own_keys_stand(tmp_path: Path) -> None:
 def test_an_option_in_the_body_of_a_recipe_is_answered_with_its_place(tmp_path: Path) -> None:
     path = own_recipe(tmp_path, "defaults: [arithmetic_grpo, _self_]\nrollout: torch\n")
     [problem] = resolve(path, (), own_dir=None, multirun=False).problems
-    assert "rollout=sglang or rollout=torch; in a recipe's defaults, override /rollout: torch." in str(problem)
+    assert "rollout=torch or rollout=vllm; in a recipe's defaults, override /rollout: torch." in str(problem)
 
 
 def test_another_option_leaves_out_the_keys_that_the_recipe_gave_to_the_first(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ REFUSALS = {
             "ppo_is, recompute, tis, vanilla_is, got 'tiss'. Did you mean correction=tis?",
         ),
         ("correction=tiss", "Did you mean correction=tis?"),
-        ("rollout=sglan", "rollout must be one of sglang, torch, got 'sglan'. Did you mean rollout=sglang?"),
+        ("rollout=sglan", "rollout must be one of sglang, torch, vllm, got 'sglan'. Did you mean rollout=sglang?"),
         ("collect=null", "collect must be one of dynamic, fixed, got null."),
     ],
     "keys of another option": [
