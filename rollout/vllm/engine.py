@@ -46,8 +46,6 @@ ENVIRONMENT = {
 }
 """Variables that vLLM reads where it is imported and started."""
 
-logger = logging.getLogger(__name__)
-
 
 class VLLMEngine(EmbeddedEngine["LLMEngine"]):
     """One model of vLLM. Its packages are imported at the start, which takes about 20 s of a core."""

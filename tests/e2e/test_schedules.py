@@ -14,9 +14,10 @@ from trainer.run.loop import train
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("rollout=torch", "batch.prompts_per_step=8", "batch.group_size=4")
+SMALL = ("batch.prompts_per_step=8", "batch.group_size=4")
 
 
+@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
 @pytest.mark.parametrize(
     "words",
     [
@@ -26,9 +27,10 @@ SMALL = ("rollout=torch", "batch.prompts_per_step=8", "batch.group_size=4")
     ids=["bounded", "partial"],
 )
 def test_a_run_with_old_tokens_trains_and_accounts_for_them(
-    words: tuple[str, ...], tmp_path: Path, local_ray: None
+    words: tuple[str, ...], engine: str, tmp_path: Path, local_ray: None
 ) -> None:
-    config = compose("arithmetic_grpo", *QUICK, *SMALL, *words, "run.num_steps=5", f"run.dir={tmp_path / 'run'}")
+    words = (*QUICK, *SMALL, f"rollout={engine}", *words, "run.num_steps=5", f"run.dir={tmp_path / 'run'}")
+    config = compose("arithmetic_grpo", *words)
     check_accounts(config, metrics_of(train(config).run_dir))
 
 
@@ -51,7 +53,7 @@ def test_one_step_off_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_p
     """The checkpoint holds the step that was sampled and not trained: it is not sampled again, and nothing is lost."""
     words = (*QUICK, *SMALL, "schedule=one_step_off", "checkpoint.every=2", "run.num_steps=5", "policy.num_workers=1")
     # The third step is trained on three times, in orders that a resumed run must draw again.
-    words += ("batch.mini_batch_prompts=4", "batch.passes=3")
+    words += ("rollout=torch", "batch.mini_batch_prompts=4", "batch.passes=3")
     config = compose("arithmetic_grpo", *words, f"run.dir={tmp_path / 'whole'}")
     whole = train(config).run_dir
     check_accounts(config, metrics_of(whole))
