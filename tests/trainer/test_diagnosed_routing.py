@@ -78,7 +78,7 @@ def test_the_scorer_uses_the_experts_that_the_trainer_uses(mixture: Mixture) -> 
     bundle = mixture.bundle(engine=mixture.given, trainer=mixture.live)
     scorer = LogprobScorer([mixture.path], evidence_of(bundle, max_tokens=1000))
     whole, cached, live = scorer.score(
-        [Scoring().with_body(replays=True), Scoring().with_body(replays=True, decoded=True), Scoring()]
+        [Scoring().with_body(replays=True), Scoring().with_body(replays=True, prefix=0), Scoring()]
     )
     assert torch.allclose(whole, mixture.given.double(), atol=1e-4)
     assert torch.allclose(cached, mixture.given.double(), atol=1e-4)

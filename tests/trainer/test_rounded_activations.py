@@ -10,11 +10,10 @@ from test_diagnosis import save_model
 from torch import Tensor
 
 from rollout.config import DType, Quantization
-from trainer.diagnose.case import Case, misfit
+from trainer.diagnose.case import misfit
 from trainer.diagnose.diagnosis import Diagnosis, Settings, diagnose
 from trainer.diagnose.evidence import evidence_of
 from trainer.diagnose.logprob_scorer import LogprobScorer
-from trainer.diagnose.rungs import rounded_activations
 from trainer.diagnose.scoring import Scoring
 from trainer.replay.bundle import Bundle
 
@@ -64,8 +63,8 @@ def test_the_format_is_named_though_no_replay_has_its_log_probs(deep: Path, kind
     assert left > whole / 5, "a replay has these log-probs, so the test shows nothing"
     found = explained(deep, engine, trainer)
     assert [(part.side, part.name) for part in found.faults] == [("engine", "quantization")]
-    assert f"in {kind.value}, and rounds activations" in found.faults[0].what
-    assert found.faults[0].k3 == pytest.approx(found.k3, rel=0.01)
+    assert f"in {kind.value}" in found.faults[0].what
+    assert found.faults[0].share > 0.8
     assert not explained(deep, engine, trainer, said=kind).faults
 
 
@@ -73,8 +72,5 @@ def test_noise_of_that_size_is_not_called_a_format(deep: Path) -> None:
     scorer = scorer_of(deep)
     trainer, engine = scorer.score([Scoring(), in_float16(Quantization.int8)])
     shuffled = (engine - trainer)[torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))]
-    evidence = scorer_of(deep, trainer + shuffled, trainer).evidence
-    case = Case(scorer=scorer, target=evidence.engine, mask=evidence.mask)
-    assert not list(rounded_activations(case, Scoring()))
-    found = explained(deep, evidence.engine, trainer)
-    assert not found.faults and found.unexplained > 0.9 * found.k3
+    found = explained(deep, trainer + shuffled, trainer)
+    assert not found.faults and found.unexplained.k3 > 0.9 * found.k3

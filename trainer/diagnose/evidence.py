@@ -51,6 +51,11 @@ class Evidence:
         """True if the bundle has the token ids of prompts and responses."""
         return all(map(len, self.prompts)) and all(map(len, self.responses))
 
+    @property
+    def has_old(self) -> bool:
+        """True if it is written down that older weights sampled some of the tokens."""
+        return self.lags is not None and bool((self.mask & (self.lags > 0)).any())
+
     def of_responses(self, numbers: Sequence[int], *, most: int) -> Evidence:
         """Some of the responses, in the order of `numbers`, cut to `most` tokens: what comes later changes nothing."""
 

@@ -1,16 +1,16 @@
-"""The ladder: causes are tried, cheapest first, until what is left is as small as arithmetic makes it.
+"""The ladder: causes are tried, cheapest first, until what is left is as small as rounding makes it.
 
-The best cause of a round becomes part of the scoring, and the next round explains what is left: one thing is changed at
-a time, and what each takes away adds up to the whole.
+What a side says of itself is there from the beginning. The best cause of a round becomes part of the scoring, and the
+next round looks at what is left. How much each has is found out behind it, by `shares.py`, for all of them together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from trainer.diagnose.case import Candidate, Case
-from trainer.diagnose.rungs import LADDER, WHOLE
+from trainer.diagnose.case import LEAST_COMMON, Candidate, Case, misfit
+from trainer.diagnose.rungs import DEAR, LADDER, WHOLE, Rung
 from trainer.diagnose.scoring import Scoring
 
 MAX_CAUSES = 4
@@ -18,8 +18,12 @@ SOLVED = 0.02
 """Share of the misfit below which a cause needs no rival."""
 SCREEN_TOKENS = 256
 """Response tokens on which a cause that needs another forward is tried first: those that differ most."""
+FLOAT32_NOISE = 1e-9
+"""Misfit of correct float32 arithmetic in any order, at most: 5e-5 nats."""
 NOISE = 3.0
-"""Misfit, over that of the arithmetic, below which nothing is looked for."""
+"""Misfit, over that of the rounding of a side, below which no dear rung is climbed."""
+REPRODUCED = 0.1
+"""Misfit, over that of the rounding of a side, below which nothing is looked for: a replay gives nearly the same."""
 LEAST_OF_WHOLE = 0.03
 """Share of the misfit at the start that a further cause takes away at least."""
 
@@ -32,7 +36,11 @@ class Explanation:
     """What was explained, without what no scoring expresses."""
     causes: tuple[Candidate, ...]
     """The scoring of each holds those before it."""
+    absent: tuple[Candidate, ...]
+    """What this side says of itself, and does not do."""
     base: Scoring
+    left: float
+    """Misfit that is not explained."""
 
     @property
     def scoring(self) -> Scoring:
@@ -40,56 +48,92 @@ class Explanation:
         return self.causes[-1].scoring if self.causes else self.base
 
 
+def noise_of(case: Case, scoring: Scoring) -> float:
+    """Misfit that the rounding in `scoring` makes: only its amount is the same in another order."""
+    rounded, exact = case.scorer.score([scoring, scoring.exact])
+    found = misfit((rounded - exact)[case.mask]).nanmean()
+    return max(FLOAT32_NOISE / NOISE, float(found))
+
+
 def explain(
-    case: Case, base: Scoring, *, expected: Sequence[Candidate], noise: float, progress: Callable[[str], None]
+    case: Case, base: Scoring, *, declared: Sequence[Candidate], is_apart: bool, progress: Callable[[str], None]
 ) -> Explanation:
     """Climb the ladder.
 
     Args:
         case: log-probs of one side.
         base: the definition.
-        expected: what this side says of itself: a part of the mismatch also where nothing is to be looked for.
-        noise: misfit that this side's own arithmetic makes; infinite if nothing is to be looked for.
+        declared: what this side says of itself, each on top of `base`.
+        is_apart: False if the two sides do not differ: nothing is looked for.
         progress: is told each rung.
     """
     causes: list[Candidate] = []
     whole = case.total(base)
-    scoring = base
-    for candidate in expected:
-        if case.total(scoring) - case.total(candidate.scoring) > LEAST_OF_WHOLE * whole:
-            causes.append(candidate)
-            scoring = candidate.scoring
-    while len(causes) < MAX_CAUSES + len(expected):
-        current = case.total(scoring)
-        if current <= NOISE * noise or current < LEAST_OF_WHOLE * whole:
+    scoring, behind = base, case
+    absent: list[Candidate] = []
+    for candidate in declared:
+        there = replace(candidate, scoring=scoring.changed_as(base, candidate.scoring))
+        if there.rounds and _is_absent(*behind.multiple(scoring, there.scoring)):
+            absent.append(candidate)
+            continue
+        causes.append(there)
+        scoring, behind = there.scoring, _behind(behind, scoring, there)
+    while is_apart and len(causes) + len(absent) < MAX_CAUSES + len(declared):
+        current, noise = behind.total(scoring), noise_of(behind, scoring)
+        if current <= max(NOISE * FLOAT32_NOISE, REPRODUCED * noise) or current < LEAST_OF_WHOLE * whole:
             break
-        best = _best(case, scoring, current, noise=noise, whole=whole, progress=progress)
+        rungs = [rung for rung in LADDER if rung not in DEAR or current > NOISE * noise]
+        best = _best(rungs, behind, scoring, whole=whole, progress=progress)
         if best is None:
             break
         causes.append(best)
-        case, scoring = best.case or case, best.scoring
-    return Explanation(case=case, causes=tuple(causes), base=base)
+        if best.case is not None:
+            case = replace(case, target=best.case.target + case.target - behind.target, mask=best.case.mask)
+        scoring, behind = best.scoring, _behind(behind, scoring, best)
+    return Explanation(case=case, causes=tuple(causes), absent=tuple(absent), base=base, left=behind.total(scoring))
+
+
+def _is_absent(multiple: float, error: float) -> bool:
+    """True if a rounding is surely not there."""
+    return multiple + 2 * error < LEAST_COMMON
+
+
+def _behind(case: Case, before: Scoring, cause: Candidate) -> Case:
+    """The case for what comes behind a cause."""
+    if cause.case is not None:
+        return cause.case
+    return case.with_replay(before, cause.scoring) if cause.rounds else case
 
 
 def _best(
-    case: Case, base: Scoring, current: float, *, noise: float, whole: float, progress: Callable[[str], None]
+    rungs: Sequence[Rung], case: Case, base: Scoring, *, whole: float, progress: Callable[[str], None]
 ) -> Candidate | None:
     """The candidate that leaves least; None if none takes enough away."""
     best: tuple[float, Candidate] | None = None
+    unsure: list[tuple[float, Candidate]] = []
+    current = case.total(base)
     small = case.small(base, max_tokens=SCREEN_TOKENS)
     current_of_small = small.total(base)
-    for rung in LADDER:
+    for rung in rungs:
         progress(rung.__name__)
         for candidate in rung(case if rung in WHOLE else small, base):
             if candidate.case is None and candidate.scoring.body != base.body:
-                of_small = current_of_small - small.total(candidate.scoring)
+                of_small = current_of_small - _behind(small, base, candidate).total(candidate.scoring)
                 if of_small < candidate.least_gain * current_of_small / 2:  # hopeless, and all tokens take long
                     continue
-            left = (candidate.case or case).total(candidate.scoring)
+            behind = _behind(case, base, candidate)
+            left = behind.total(candidate.scoring)
             if current - left < max(candidate.least_gain * current, LEAST_OF_WHOLE * whole):
                 continue
-            if (best is None or left < best[0]) and case.is_sure(base, candidate):
+            if not case.is_sure(base, candidate, behind):
+                unsure.append((left, candidate))
+            elif best is None or left < best[0]:
                 best = (left, candidate)
-        if best is not None and best[0] <= max(NOISE * noise, SOLVED * current):
+        if best is not None and best[0] <= SOLVED * current:
             break
+    if best is None and len(unsure) > 1:
+        unsure.sort(key=lambda each: each[0])
+        together = [candidate for _, candidate in unsure if candidate.case is None]
+        sure = case.sure_together(base, together)
+        return next((candidate for candidate, is_sure in zip(together, sure, strict=True) if is_sure), None)
     return None if best is None else best[1]

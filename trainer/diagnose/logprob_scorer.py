@@ -5,10 +5,8 @@ R: response tokens, C: scorings, V: vocabulary.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +93,7 @@ class LogprobScorer:
 
         model, found = self._model(body), {}
         self._hold(model, body)
-        with torch.inference_mode(), _library(body), RouterTap(self.mixture, record):
+        with torch.inference_mode(), RouterTap(self.mixture, record):
             for numbers, _ in self._read(model, body, list(range(len(self.evidence.lengths)))):
                 rows = torch.stack(layers, dim=1).unflatten(0, (len(numbers), -1))
                 layers.clear()
@@ -122,7 +120,7 @@ class LogprobScorer:
             self._hold(model, body)  # the hidden states may be kept ones, and the head is computed now
             for head in dict.fromkeys(scorings[number].head for number in of_body):
                 numbers = [number for number in of_body if scorings[number].head is head]
-                for rows, logits in self._logits(model, hidden, head, body):
+                for rows, logits in self._logits(model, hidden, head):
                     targets = self._targets[rows]
                     for number, logprobs in zip(
                         numbers, _logprobs(logits, targets, [scorings[each] for each in numbers]), strict=True
@@ -146,9 +144,7 @@ class LogprobScorer:
         return logprobs, parameters
 
     @torch.inference_mode()
-    def _logits(
-        self, model: PreTrainedModel, hidden: Tensor, head: DType, body: Body
-    ) -> Iterator[tuple[slice, Tensor]]:
+    def _logits(self, model: PreTrainedModel, hidden: Tensor, head: DType) -> Iterator[tuple[slice, Tensor]]:
         """Yield (rows, their logits [rows, V] float32), some rows at a time."""
         layer: Any = model.get_output_embeddings()
         dtype = DTYPES[head.name]
@@ -157,8 +153,7 @@ class LogprobScorer:
         size = max(1, CHUNK_ELEMENTS // len(weight))
         for begin in range(0, len(hidden), size):
             rows = slice(begin, min(begin + size, len(hidden)))
-            with _library(body):
-                logits = torch.nn.functional.linear(hidden[rows].to(dtype), weight, bias).float()
+            logits = torch.nn.functional.linear(hidden[rows].to(dtype), weight, bias).float()
             self._cut(logits, torch.arange(rows.start, rows.stop, device=self._device))
             yield rows, logits
 
@@ -232,7 +227,7 @@ class LogprobScorer:
         if body not in self._hidden:
             model = self._model(body)
             self._hold(model, body)
-            with torch.inference_mode(), _library(body):
+            with torch.inference_mode():
                 self._hidden[body] = self._all_states(model, body)
             while len(self._hidden) > KEPT_BODIES:
                 self._hidden.popitem(last=False)
@@ -275,11 +270,11 @@ class LogprobScorer:
     def _read(self, model: PreTrainedModel, body: Body, responses: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
         """Yield (numbers of responses, hidden states before their tokens, one response after the other)."""
         prompts = {number: self._prompt(body.prompt, self.evidence.prompts[number]) for number in responses}
-        if body.prefix is not None or body.decoded:
+        if body.prefix is not None:
             for number in responses:
                 yield [number], self._read_with_cache(model, body, number, prompts[number])
             return
-        for numbers in _batches([len(prompts[n]) + self.evidence.lengths[n] for n in responses], alone=body.alone):
+        for numbers in _batches([len(prompts[n]) + self.evidence.lengths[n] for n in responses]):
             batch = [responses[number] for number in numbers]
             ids = [torch.cat([prompts[number], self.evidence.responses[number]]) for number in batch]
             longest = max(map(len, ids))
@@ -309,23 +304,15 @@ class LogprobScorer:
         def routes(begin: int, end: int) -> Replay | None:
             return self._replay(body, [number], range(begin, min(end, positions.shape[1])))
 
-        if body.prefix is not None:
-            self._hold(model, replace(body, weights=body.prefix, share=1.0))
+        self._hold(model, replace(body, weights=body.prefix or 0, share=1.0))
         # The last token of the prompt predicts the first one of the response: it is read with the response.
         tokens = torch.cat([prompt, response])[None]
         first = len(prompt) - 1
         if first:
             self._decoder(model, tokens[:, :first], positions[:, :first], cache, routes(0, first))
         self._hold(model, body)
-        step = 1 if body.decoded else len(response)
-        found = [
-            self._decoder(
-                model, tokens[:, begin : begin + step], positions[:, begin : begin + step], cache,
-                routes(begin, begin + step),
-            ).last_hidden_state[0]
-            for begin in range(first, first + len(response), step)
-        ]  # fmt: skip
-        return torch.cat(found)
+        found = self._decoder(model, tokens[:, first:], positions[:, first:], cache, routes(first, tokens.shape[1]))
+        return found.last_hidden_state[0, : len(response)]
 
     def _replay(self, body: Body, responses: Sequence[int], places: range) -> Replay | None:
         """What the engine chose for the tokens at `places` of these responses; None for the model's own choice."""
@@ -384,18 +371,6 @@ class LogprobScorer:
         return torch.cat(parts)
 
 
-@contextmanager
-def _library(body: Body) -> Iterator[None]:
-    """The library that torch multiplies with on a CPU."""
-    if body.onednn:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch puts back settings of GPUs that are not there, and says so
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
-
-
 def _parameters(model: PreTrainedModel) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
@@ -406,11 +381,11 @@ def _positions(body: Body, prompt: int, total: int) -> Tensor:
     return positions.clamp_min(0)
 
 
-def _batches(lengths: Sequence[int], *, alone: bool) -> Iterator[list[int]]:
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Places of sequences that are read together: similar lengths, at most BATCH_TOKENS with the padding."""
     batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
-        if batch and (alone or lengths[batch[0]] * (len(batch) + 1) > BATCH_TOKENS):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > BATCH_TOKENS:
             yield batch
             batch = []
         batch.append(place)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from trainer.diagnose.diagnosis import Diagnosis
+from trainer.diagnose.shares import Share
 from trainer.replay.results import shown
 from trainer.report.bins import PARTS_TABLE, parts_section
 from trainer.report.frame import write_results
@@ -15,6 +17,7 @@ NAME = "diagnosis"
 """Of the files diagnosis.json and diagnosis.html."""
 FORMAT = 1
 """Version of diagnosis.json."""
+UNEXPLAINED = "not explained"
 LEAST_NAMED = 0.05
 """Share of K3 from which a further part is in the paragraph."""
 MANY_TENSORS = 4
@@ -29,17 +32,17 @@ def answer(diagnosis: Diagnosis) -> str:
     if not diagnosis.parts:
         return f"{whole} No cause that was tried explains it."
     first = (diagnosis.faults or diagnosis.parts)[0]
-    share = _share(first.k3, diagnosis)
+    share = _share(first)
     verdict = (
         f"{share} of it is there because the {first.side} {first.what}. Change: {first.remedy}."
         if first.is_fault
         else f"{share} of it is as configured: the {first.side} {first.what}. Less of it: {first.remedy}."
     )
-    others = [part for part in diagnosis.parts if part is not first and part.k3 > LEAST_NAMED * diagnosis.k3]
-    also = "".join(f" The {part.side} also {part.what} ({_share(part.k3, diagnosis)})." for part in others)
+    others = [part for part in diagnosis.parts if part is not first and part.share > LEAST_NAMED]
+    also = "".join(f" The {part.side} also {part.what}: {_share(part)}." for part in others)
     rest = ""
-    if diagnosis.unexplained > LEAST_NAMED * diagnosis.k3:
-        rest = f" {_share(diagnosis.unexplained, diagnosis)} is not explained by what was tried."
+    if diagnosis.unexplained.share > LEAST_NAMED:
+        rest = f" {_share(diagnosis.unexplained)} is rounding that no replay shows, or not explained."
     return f"{whole} {verdict}{also}{rest}"
 
 
@@ -71,8 +74,18 @@ def part_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
     """The table: the parts of K3, titles first."""
     rows: list[tuple[str, ...]] = [("cause", "side", "what it does", "change", "K3", "share")]
     for part in diagnosis.parts:
-        rows.append((part.name, part.side, part.what, part.remedy, shown(part.k3), _share(part.k3, diagnosis)))
-    rows.append(("not explained", "", "", "", shown(diagnosis.unexplained), _share(diagnosis.unexplained, diagnosis)))
+        rows.append((part.name, part.side, part.what, part.remedy, shown(part.k3), _share(part)))
+    rest = diagnosis.unexplained
+    rows.append(
+        (
+            UNEXPLAINED,
+            "",
+            "rounding that no replay shows, or a cause that was not tried",
+            "",
+            shown(rest.k3),
+            _share(rest),
+        )
+    )
     rows.append(("all", "", "", "", shown(diagnosis.k3), "100%"))
     if (routing := diagnosis.routing) is not None and routing.is_replayed:
         what = f"would choose other experts for {routing.tokens_rerouted:.1%} of the tokens"
@@ -91,7 +104,8 @@ def record(diagnosis: Diagnosis) -> dict[str, object]:
         "k3_of_all_tokens": diagnosis.evidence.k3,
         "num_tokens": int(diagnosis.evidence.mask.sum()),
         "parts": [asdict(part) for part in diagnosis.parts],
-        "unexplained": diagnosis.unexplained,
+        "unexplained": diagnosis.unexplained.k3,
+        "unexplained_share": asdict(diagnosis.unexplained),
         "routing": routing and {**asdict(routing), "k3": routing.k3, "share": routing.share},
         "notes": list(diagnosis.notes),
     }
@@ -100,7 +114,7 @@ def record(diagnosis: Diagnosis) -> dict[str, object]:
 def write_diagnosis(diagnosis: Diagnosis, directory: Path, *, title: str) -> list[Path]:
     """Write diagnosis.json and diagnosis.html to `directory`; returns their paths."""
     bars = [(f"{part.name} ({part.side})", part.k3) for part in diagnosis.parts]
-    section, table = parts_section(answer(diagnosis), [*bars, ("not explained", diagnosis.unexplained)])
+    section, table = parts_section(answer(diagnosis), [*bars, (UNEXPLAINED, diagnosis.unexplained.k3)])
     return write_results(
         directory,
         NAME,
@@ -113,6 +127,9 @@ def write_diagnosis(diagnosis: Diagnosis, directory: Path, *, title: str) -> lis
     )
 
 
-def _share(value: float, diagnosis: Diagnosis) -> str:
-    share = f"{value / diagnosis.k3:.0%}" if diagnosis.k3 > 0 else "-"
-    return "0%" if share == "-0%" else share
+def _share(share: Share) -> str:
+    """The share of K3, and its interval if it has one."""
+    if not math.isfinite(share.share):
+        return "-"
+    text = f"{round(100 * share.share)}%"
+    return text if math.isnan(share.low) else f"{text} ({round(100 * share.low)} to {round(100 * share.high)}%)"

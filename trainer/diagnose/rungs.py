@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from rollout.config import DType, Quantization
-from rollout.weights.quantization import INPUT_ROUNDINGS
 from trainer.diagnose.alignment import GAP, aligned
-from trainer.diagnose.case import Candidate, Case, misfit
+from trainer.diagnose.case import Candidate, Case
 from trainer.diagnose.scoring import Prompt, Scoring
 from trainer.diagnose.tensors import wrong_tensors
 
@@ -28,15 +27,8 @@ SMALL_TOKENS = 128
 """Response tokens with which wrong tensors are looked for."""
 MOST_SLIPS = 0.1
 """Slips over the number of responses' tokens, above which an alignment explains anything."""
-COMMON_TOKENS = 256
-"""Response tokens on which a format that rounds activations is tried first."""
-COMMON = 0.35
-"""Correlation from which changes have their cause in common: on SmolLM2-135M formats have about 0.5 to 0.8 with
-themselves, and less than 0.25 with each other and with wrong tensors, other weights and 16-bit arithmetic."""
-BEYOND_ARITHMETIC = 3.0
-"""Misfit, over that of arithmetic in bfloat16, from which a format is looked for behind its noise."""
-MOST_LEFT = 2.0
-"""Misfit with the mean of replays, over that of two replays with each other."""
+LEAST_REPRODUCED = 0.1
+"""Share of the misfit that a replay of rounding takes away at least: the square of its correlation."""
 
 Rung = Callable[[Case, Scoring], Iterator[Candidate]]
 
@@ -151,12 +143,7 @@ def precision(case: Case, base: Scoring) -> Iterator[Candidate]:
     del case
     for dtype in (DType.bfloat16, DType.float16):
         if base.body.rounded is DType.float32:
-            yield Candidate(
-                name="rounded weights",
-                what=f"holds its weights rounded to {dtype.name}",
-                remedy="rollout.dtype and policy.dtype: one side rounds its weights, the other does not",
-                scoring=base.with_body(rounded=dtype),
-            )
+            yield rounded_weights(base, dtype)
         if base.head is DType.float32:
             yield Candidate(
                 name="head precision",
@@ -166,65 +153,46 @@ def precision(case: Case, base: Scoring) -> Iterator[Candidate]:
             )
         if base.body.arithmetic is DType.float32:
             for head in dict.fromkeys((dtype, base.head)):
-                yield Candidate(
-                    name="arithmetic",
-                    what=f"computes in {dtype.name}" + (", with a float32 head" if head is DType.float32 else ""),
-                    remedy=f"rollout.dtype and policy.dtype: arithmetic in {dtype.name}; rollout.exact=true on a CPU",
-                    scoring=replace(base.computed_in(dtype), head=head),
-                )
+                yield arithmetic(base, dtype, head=head)
+
+
+def rounded_weights(base: Scoring, dtype: DType) -> Candidate:
+    """Weights held in 16 bits."""
+    return Candidate(
+        name="rounded weights",
+        what=f"holds its weights rounded to {dtype.name}",
+        remedy="rollout.dtype and policy.dtype: one side rounds its weights, the other does not",
+        scoring=base.with_body(rounded=dtype),
+    )
+
+
+def arithmetic(base: Scoring, dtype: DType, *, head: DType) -> Candidate:
+    """Everything computed in 16 bits, but perhaps the head."""
+    return Candidate(
+        name="arithmetic",
+        what=f"computes in {dtype.name}" + (", with a float32 head" if head is DType.float32 else ""),
+        remedy=f"rollout.dtype and policy.dtype: arithmetic in {dtype.name}; rollout.exact=true on a CPU",
+        scoring=replace(base.computed_in(dtype), head=head),
+        least_gain=LEAST_REPRODUCED,
+    )
 
 
 def quantization(case: Case, base: Scoring) -> Iterator[Candidate]:
     """In which format the projections are held."""
     del case
-    if base.body.quantization is not Quantization.none:
-        return
-    ways = [base, *([base.computed_in(DType.bfloat16)] if base.body.arithmetic is DType.float32 else [])]
-    for kind in Quantization:
-        for way in ways if kind is not Quantization.none else ():
-            arithmetic = way.body.arithmetic
-            computes = "" if arithmetic is DType.float32 else f" and computes in {arithmetic.name}"
-            yield Candidate(
-                name="quantization",
-                what=f"holds its projections in {kind.value}{computes}",
-                remedy="rollout.quantization: a correction, or an engine without it",
-                scoring=way.with_body(quantization=kind),
-            )
+    if base.body.quantization is Quantization.none:
+        yield from (quantized(base, kind) for kind in Quantization if kind is not Quantization.none)
 
 
-def rounded_activations(case: Case, base: Scoring) -> Iterator[Candidate]:
-    """Formats that round activations too, where no replay can have the engine's log-probs.
-
-    A deep model makes much of a difference in the last bit: an activation is rounded to its other neighbour, and so are
-    many behind it. Two replays are then as far from each other as from the engine. What they have in common shows in
-    the mean of several, and the rest must be as large as their own difference.
-    """
-    if base.body.quantization is not Quantization.none or base.shift:
-        return
-    half = base.computed_in(DType.bfloat16)
-    plain = [base.computed_in(DType.float32), half, half.with_body(alone=not base.body.alone)]
-    exact, rounded, _ = case.scorer.score(plain)
-    if case.total(base) < BEYOND_ARITHMETIC * float(misfit((rounded - exact)[case.mask]).mean()):
-        return
-    small = case.small(base, max_tokens=COMMON_TOKENS)
-    for kind in INPUT_ROUNDINGS:
-        replays = [each.with_body(quantization=kind) for each in plain]
-        if small.correlation(replays, plain) < COMMON / 2:
-            continue
-        correlation = case.correlation(replays, plain)
-        scores = case.scorer.score(replays)
-        own = misfit((scores[0] - scores[1])[case.mask]).mean()
-        left = misfit((case.target - scores.mean(0))[case.mask]).mean()
-        if correlation > COMMON and left < MOST_LEFT * own:
-            there = base.with_body(quantization=kind)
-            yield Candidate(
-                name="quantization",
-                what=f"holds its projections in {kind.value}, and rounds activations in another order than a replay "
-                f"(the changes have correlation {correlation:.2f})",
-                remedy="rollout.quantization: a correction, or an engine without it",
-                scoring=there,
-                case=replace(case, target=case.scorer.score([there])[0]),
-            )
+def quantized(base: Scoring, kind: Quantization) -> Candidate:
+    """Projections in a format."""
+    return Candidate(
+        name="quantization",
+        what=f"holds its projections in {kind.value}",
+        remedy="rollout.quantization: a correction, or an engine without it",
+        scoring=base.with_body(quantization=kind),
+        least_gain=LEAST_REPRODUCED,
+    )
 
 
 def version(case: Case, base: Scoring) -> Iterator[Candidate]:
@@ -268,25 +236,17 @@ def weights(case: Case, base: Scoring) -> Iterator[Candidate]:
         yield replace(found, scoring=base.with_edits(*found.scoring.body.edits))
 
 
-def other_orders(base: Scoring) -> dict[str, Scoring]:
-    """The same arithmetic in another order, by what is changed."""
-    return {
-        "every sequence by itself": base.with_body(alone=not base.body.alone),
-        "token by token": base.with_body(decoded=not base.body.decoded),
-        "torch's other library": base.with_body(onednn=not base.body.onednn),
-    }
-
-
 LADDER: tuple[Rung, ...] = (
     definition,
     tokens,
     positions,
     precision,
     quantization,
-    rounded_activations,
     version,
     weights,
 )
 """Cheapest first."""
-WHOLE: frozenset[Rung] = frozenset([definition, tokens, rounded_activations])
-"""Rungs that judge all tokens: they need no forward, look at whole rows of log-probs, or try a few tokens first."""
+WHOLE: frozenset[Rung] = frozenset([definition, tokens])
+"""Rungs that judge all tokens: they need no forward, or look at whole rows of log-probs."""
+DEAR: frozenset[Rung] = frozenset([positions, weights])
+"""Rungs that need many forwards, for faults that make much."""

@@ -6,7 +6,7 @@ a mismatch is a `Scoring` with one thing changed; `logprob_scorer.py` computes i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from rollout.config import DType, Quantization
@@ -69,12 +69,6 @@ class Body:
     """True if positions begin at 0 again with the response."""
     prefix: int | None = None
     """Number of the weights that read the prompt, if not those of the response: a stale prefix cache."""
-    alone: bool = False
-    """True if every sequence is read by itself, not in a batch."""
-    decoded: bool = False
-    """True if the response is read token by token, with a cache of keys and values."""
-    onednn: bool = True
-    """False if torch multiplies with its other library on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +94,21 @@ class Scoring:
         """The same computed in `dtype`, head included; 16-bit arithmetic has 16-bit weights."""
         rounded = self.body.rounded if dtype is DType.float32 else dtype
         return replace(self.with_body(arithmetic=dtype, rounded=rounded), head=dtype)
+
+    def changed_as(self, before: Scoring, after: Scoring) -> Scoring:
+        """The same with every choice that differs between `before` and `after`."""
+
+        def differing(old: object, new: object) -> dict[str, object]:
+            names = [each.name for each in fields(old)]  # type: ignore[arg-type]
+            return {name: getattr(new, name) for name in names if getattr(old, name) != getattr(new, name)}
+
+        own = {**differing(before, after), "body": replace(self.body, **differing(before.body, after.body))}  # type: ignore[arg-type]
+        return replace(self, **own)  # type: ignore[arg-type]
+
+    @property
+    def exact(self) -> Scoring:
+        """The same without rounding that depends on the order: in float32, and without a format."""
+        return self.computed_in(DType.float32).with_body(quantization=Quantization.none)
 
     def with_edits(self, *edits: TensorEdit) -> Scoring:
         """The same with more wrong tensors; an edit of the same tensor is replaced."""

@@ -11,6 +11,7 @@ from trainer.diagnose.case import misfit
 from trainer.diagnose.diagnosis import Diagnosis, Part
 from trainer.diagnose.evidence import Evidence, k3_between
 from trainer.diagnose.rungs import MOST_SLIPS
+from trainer.diagnose.shares import Share
 
 LEAST_GAIN = 0.8
 """Share of the misfit that a slip takes away: less can be chance where nothing else is known."""
@@ -30,7 +31,9 @@ def diagnose_numbers(evidence: Evidence) -> Diagnosis:
         evidence=evidence,
         k3=whole,
         parts=() if part is None else (part,),
-        unexplained=whole - (0.0 if part is None else part.k3),
+        unexplained=Share(
+            k3=(rest := whole - (0.0 if part is None else part.k3)), share=rest / whole if whole else math.nan
+        ),
         notes=(NEEDS_MODEL if evidence.can_be_read else NEEDS_PROMPTS,),
     )
 
@@ -49,7 +52,9 @@ def _of_slips(evidence: Evidence, whole: float) -> Part | None:
         name="shift" if is_shift else "other tokens",
         what=f"has log-probs that fit if they slip by a token at {slips} places of {len(evidence.lengths)} responses",
         remedy="the slice that cuts the log-probs out, or text that is encoded again between engine and trainer",
-        k3=whole - k3_between(moved, evidence.trainer, evidence.mask),
+        k3=(part := whole - k3_between(moved, evidence.trainer, evidence.mask)),
+        share=part / whole,
+        is_declared=False,
         is_fault=True,
     )
 
@@ -75,5 +80,7 @@ def _of_age(evidence: Evidence, whole: float) -> Part | None:
         what=f"sampled {share:.0%} of the tokens with weights up to {int(evidence.lags.max())} optimizer steps old",
         remedy="the schedule: less asynchrony, or a correction that takes it (docs/corrections.md)",
         k3=part,
+        share=part / whole,
+        is_declared=True,
         is_fault=False,
     )

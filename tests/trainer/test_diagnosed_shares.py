@@ -1,0 +1,151 @@
+"""parity diagnose: the share of each cause of K3, how sure it is, and what is said where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_diagnosis import save_model
+from test_rounded_activations import TOKENS, bundle_of, scorer_of
+from torch import Tensor
+
+from rollout.config import DType, Quantization
+from trainer.diagnose.case import Candidate
+from trainer.diagnose.diagnosis import Diagnosis, Part, Settings, diagnose
+from trainer.diagnose.evidence import evidence_of, k3_between
+from trainer.diagnose.logprob_scorer import LogprobScorer
+from trainer.diagnose.results import part_rows
+from trainer.diagnose.scoring import Scoring
+from trainer.diagnose.shares import Effect, Shares, shares
+
+BOTH = Settings(temperature=1.0, engine_dtype=DType.bfloat16, quantization=Quantization.int8)
+INT8 = Scoring().with_body(quantization=Quantization.int8)
+HALF = Scoring().computed_in(DType.bfloat16)
+EXACT = Scoring().with_body(rounded=DType.bfloat16)
+"""The definition of a model whose weights are 16-bit numbers."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose weights are 16-bit numbers, so that only the arithmetic rounds."""
+    path = save_model(tmp_path_factory.mktemp("model"))
+    model = LogprobScorer([path], evidence_of(bundle_of(None, None), max_tokens=TOKENS))._load(path)
+    model.bfloat16().float().save_pretrained(path)
+    return path
+
+
+def found(path: Path, engine: Tensor, settings: Settings) -> Diagnosis:
+    [trainer] = scorer_of(path).score([Scoring()])
+    return diagnose(scorer_of(path, engine, trainer), settings, progress=lambda text: None)
+
+
+def part_of(diagnosis: Diagnosis, name: str) -> Part:
+    [part] = [part for part in diagnosis.parts if part.name == name]
+    return part
+
+
+def noise(size: float) -> Tensor:
+    return size * torch.randn(TOKENS, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("other", ["quantization", "temperature"])
+def test_two_causes_of_one_size_are_told_apart(path: Path, other: str) -> None:
+    """The share of each is that of Shapley in K3 of the engine with both, with either, and with none."""
+    scorer = scorer_of(path)
+    trainer, half, hot = scorer.score([Scoring(), HALF, Scoring(temperature=1.01)])
+    one = replace(Scoring(), temperature=1 + 0.01 * float((half - trainer).std() / (hot - trainer).std()))
+    if other == "quantization":
+        one = INT8
+    both, alone = scorer.score([one.computed_in(DType.bfloat16), one])
+    rest = noise(0.3 * float((half - trainer).std()))
+    diagnosis = found(path, both + rest, replace(BOTH, quantization=one.body.quantization))
+    mask = torch.ones(TOKENS, dtype=torch.bool)
+    whole, first, last = (k3_between(each, trainer, mask) for each in (both, alone, half))
+    share = (first + whole - last) / 2 / whole
+    assert 0.05 < share < 0.95, "the sizes are too different to show anything"
+    for name, planted in ((other, share), ("arithmetic", 1 - share)):
+        part = part_of(diagnosis, name)
+        assert part.low < planted < part.high < 1.05
+        assert part.low > 0 or planted < 0.2
+        assert part.high - part.low < 0.4
+
+
+def test_what_is_declared_is_a_row_also_where_it_is_not_there(path: Path) -> None:
+    [half] = scorer_of(path).score([HALF])
+    diagnosis = found(path, half, BOTH)
+    assert {row[0] for row in part_rows(diagnosis)} >= {"quantization", "arithmetic", "rounded weights"}
+    assert part_of(diagnosis, "quantization").high < 0.1
+    assert part_of(diagnosis, "arithmetic").low > 0.8
+
+
+def test_what_no_replay_shows_is_not_given_to_the_cause_that_rounds(path: Path) -> None:
+    """Differences that nobody knows are more than the rounding of the type: the rest has its own row."""
+    trainer, half = scorer_of(path).score([Scoring(), HALF])
+    strange = noise(2 * float((half - trainer).std()))
+    diagnosis = found(path, half + strange, replace(BOTH, quantization=Quantization.none))
+    planted = float(strange.square().mean()) / float((half + strange - trainer).square().mean())
+    assert diagnosis.unexplained.share == pytest.approx(planted, abs=0.1)
+    assert part_of(diagnosis, "arithmetic").high < 0.4
+    assert part_rows(diagnosis)[-2][0] == "not explained"
+
+
+def test_a_small_cause_behind_rounding_of_its_size_is_found(path: Path) -> None:
+    half, hot = scorer_of(path).score([HALF, replace(HALF, temperature=1.02)])
+    settings = replace(BOTH, quantization=Quantization.none)
+    assert not found(path, half + noise(0.3 * float((hot - half).std())), settings).faults
+    diagnosis = found(path, hot + noise(0.3 * float((hot - half).std())), settings)
+    assert [part.name for part in diagnosis.faults] == ["temperature"]
+    assert part_of(diagnosis, "arithmetic").low > 0
+
+
+def made_up(tokens: int, *, seed: int) -> Shares:
+    """Two causes that do nearly the same, and much that neither explains."""
+    draw = torch.Generator().manual_seed(seed)
+    one, own, rest = (torch.randn(tokens, generator=draw, dtype=torch.float64) / 100 for _ in range(3))
+    other = 0.99 * one + 0.14 * own
+    effects: Sequence[Effect] = [
+        Effect(
+            side="engine",
+            cause=Candidate(name=name, what="", remedy="", scoring=Scoring()),
+            change=change,
+            size=change * (one + other) / 2,
+        )
+        for name, change in (("one", one), ("other", other))
+    ]
+    deviation = one + other + rest
+    mask = torch.ones(tokens, dtype=torch.bool)
+    return shares({"engine": deviation}, effects, -deviation, mask, [16] * (tokens // 16))
+
+
+def test_causes_that_cannot_be_told_apart_are_named_with_the_tokens_that_would_do() -> None:
+    """Each has half of the 80 % that both explain."""
+    few = [made_up(320, seed=seed) for seed in range(20)]
+    assert sum(each.parts[0].low < 0.4 < each.parts[0].high for each in few) >= 17
+    named = [tokens for each in few for one, other, tokens in each.mixed if (one, other) == (0, 1)]
+    assert len(named) >= 15
+    assert all(each > 320 for each in named)
+    enough = 16 * round(2 * sum(named) / len(named) / 16)
+    many = [made_up(enough, seed=seed) for seed in range(20)]
+    assert sum(bool(each.mixed) for each in many) <= 2
+    assert sum(each.parts[0].low < 0.4 < each.parts[0].high for each in many) >= 17
+
+
+def test_the_output_says_what_cannot_be_told_apart(path: Path, tmp_path: Path) -> None:
+    """Old weights behind fp8, and few tokens."""
+    model = LogprobScorer([path], scorer_of(path).evidence)._load(path)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(1 + 0.02 * torch.randn(each.shape, generator=draw))
+    model.save_pretrained(tmp_path / "old")
+    paths = [path, tmp_path / "old"]
+    fp8 = Scoring().with_body(quantization=Quantization.fp8)
+    scorer = LogprobScorer(paths, scorer_of(path).evidence)
+    trainer, engine = scorer.score([Scoring(), fp8.with_body(weights=1)])
+    evidence = evidence_of(bundle_of(engine, trainer), max_tokens=96)
+    settings = Settings(temperature=1.0, quantization=Quantization.fp8)
+    diagnosis = diagnose(LogprobScorer(paths, evidence), settings, progress=lambda text: None)
+    assert any("cannot be told apart with 96 tokens" in note for note in diagnosis.notes)
