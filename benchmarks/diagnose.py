@@ -86,7 +86,7 @@ def answer(made: Made) -> tuple[Diagnosis, float]:
         engine_dtype=DType(bundle.metadata["rollout_dtype"]),
         quantization=Quantization(bundle.metadata.get("quantization", "none")),
     )
-    scorer = LogprobScorer(made.models, evidence_of(bundle, max_tokens=MAX_TOKENS))
+    scorer = LogprobScorer([made.models], evidence_of(bundle, max_tokens=MAX_TOKENS))
     found = diagnose(scorer, settings, progress=lambda text: None)
     return found, time.perf_counter() - begin
 

@@ -65,7 +65,7 @@ class Mixture:
         )
 
     def diagnosed(self, bundle: Bundle, settings: Settings = SETTINGS) -> Diagnosis:
-        scorer = LogprobScorer([self.path], evidence_of(bundle, max_tokens=1000))
+        scorer = LogprobScorer([[self.path]], evidence_of(bundle, max_tokens=1000))
         return diagnose(scorer, settings, progress=lambda text: None)
 
 
@@ -76,7 +76,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
 
 def test_the_scorer_uses_the_experts_that_the_trainer_uses(mixture: Mixture) -> None:
     bundle = mixture.bundle(engine=mixture.given, trainer=mixture.live)
-    scorer = LogprobScorer([mixture.path], evidence_of(bundle, max_tokens=1000))
+    scorer = LogprobScorer([[mixture.path]], evidence_of(bundle, max_tokens=1000))
     whole, cached, live = scorer.score(
         [Scoring().with_body(replays=True), Scoring().with_body(replays=True, prefix=0), Scoring()]
     )
@@ -113,7 +113,7 @@ def test_what_replay_took_away_is_told(mixture: Mixture) -> None:
 
 def test_routes_that_nobody_wrote_down_are_estimated_or_not_known(mixture: Mixture) -> None:
     bundle = mixture.bundle(engine=mixture.live, trainer=mixture.live, with_routes=False)
-    scorer = LogprobScorer([mixture.path], evidence_of(bundle, max_tokens=1000))
+    scorer = LogprobScorer([[mixture.path]], evidence_of(bundle, max_tokens=1000))
     [coarse] = scorer.score([Scoring().computed_in(DType.bfloat16)])
     bundle = mixture.bundle(engine=coarse, trainer=mixture.live, with_routes=False)
     found = mixture.diagnosed(bundle, replace(SETTINGS, engine_dtype=DType.bfloat16))

@@ -15,7 +15,7 @@ from torch import Tensor
 from rollout.config import DType, Quantization
 from trainer.diagnose.case import Candidate
 from trainer.diagnose.diagnosis import Diagnosis, Part, Settings, diagnose
-from trainer.diagnose.evidence import evidence_of, k3_between
+from trainer.diagnose.evidence import evidence_of, k3_between, pooled
 from trainer.diagnose.logprob_scorer import LogprobScorer
 from trainer.diagnose.results import part_rows
 from trainer.diagnose.scoring import Scoring
@@ -32,7 +32,7 @@ EXACT = Scoring().with_body(rounded=DType.bfloat16)
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose weights are 16-bit numbers, so that only the arithmetic rounds."""
     path = save_model(tmp_path_factory.mktemp("model"))
-    model = LogprobScorer([path], evidence_of(bundle_of(None, None), max_tokens=TOKENS))._load(path)
+    model = LogprobScorer([[path]], evidence_of(bundle_of(None, None), max_tokens=TOKENS))._load(path)
     model.bfloat16().float().save_pretrained(path)
     return path
 
@@ -135,7 +135,7 @@ def test_causes_that_cannot_be_told_apart_are_named_with_the_tokens_that_would_d
 
 def test_the_output_says_what_cannot_be_told_apart(path: Path, tmp_path: Path) -> None:
     """Old weights behind fp8, and few tokens."""
-    model = LogprobScorer([path], scorer_of(path).evidence)._load(path)
+    model = LogprobScorer([[path]], scorer_of(path).evidence)._load(path)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for each in model.parameters():
@@ -143,9 +143,31 @@ def test_the_output_says_what_cannot_be_told_apart(path: Path, tmp_path: Path) -
     model.save_pretrained(tmp_path / "old")
     paths = [path, tmp_path / "old"]
     fp8 = Scoring().with_body(quantization=Quantization.fp8)
-    scorer = LogprobScorer(paths, scorer_of(path).evidence)
+    scorer = LogprobScorer([paths], scorer_of(path).evidence)
     trainer, engine = scorer.score([Scoring(), fp8.with_body(weights=1)])
     evidence = evidence_of(bundle_of(engine, trainer), max_tokens=96)
     settings = Settings(temperature=1.0, quantization=Quantization.fp8)
-    diagnosis = diagnose(LogprobScorer(paths, evidence), settings, progress=lambda text: None)
+    diagnosis = diagnose(LogprobScorer([paths], evidence), settings, progress=lambda text: None)
     assert any("cannot be told apart with 96 tokens" in note for note in diagnosis.notes)
+
+
+def test_steps_with_other_weights_are_judged_as_one(path: Path, tmp_path: Path) -> None:
+    """Each step is read with its own weights, a cause of either is looked for in both, and more tokens say more."""
+    later = save_model(tmp_path / "later", seed=1)
+    steps = []
+    for weights, seed in ((path, 0), (later, 1)):
+        trainer, engine = LogprobScorer([[weights]], scorer_of(path).evidence).score([Scoring(), INT8])
+        rest = 3 * float((engine - trainer).std()) * torch.randn(TOKENS, generator=torch.Generator().manual_seed(seed))
+        steps.append(evidence_of(bundle_of(engine + rest, trainer), max_tokens=TOKENS))
+    both = pooled(steps)
+    scorer = LogprobScorer([[path], [later]], both)
+    alone = [LogprobScorer([[weights]], each) for weights, each in zip((path, later), steps, strict=True)]
+    ways = [Scoring(), INT8.computed_in(DType.bfloat16), Scoring().with_body(prefix=0), Scoring(head=DType.bfloat16)]
+    wanted = torch.cat([each.score(ways) for each in alone], dim=1)
+    assert torch.equal(scorer.score(ways), wanted)
+    assert both.num_tokens == 2 * TOKENS
+    assert both.k3 == pytest.approx(k3_between(both.engine, both.trainer, both.mask))
+    settings = Settings(temperature=1.0, quantization=Quantization.int8)
+    parts = [part_of(diagnose(each, settings, progress=lambda text: None), "quantization") for each in (*alone, scorer)]
+    assert all(one.low < other.high for one in parts for other in parts), "steps do not contradict each other"
+    assert parts[2].high - parts[2].low < max(part.high - part.low for part in parts[:2])

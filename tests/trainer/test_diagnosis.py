@@ -70,11 +70,11 @@ def with_tokens(
         prompt_lengths=torch.tensor(prompts),
         metadata={"producer": "test", "temperature": "1.0"},
     )
-    scorer = LogprobScorer([path], evidence_of(bundle, max_tokens=1000))
+    scorer = LogprobScorer([[path]], evidence_of(bundle, max_tokens=1000))
     wrong = Scoring(temperature=temperature)
     trainer, engine = scorer.score([Scoring(), wrong if edit is None else wrong.with_edits(edit)])
     made = Bundle(**(dict(bundle.tensors()) | {"rollout_logprobs": engine, "old_logprobs": trainer}))
-    return made, LogprobScorer([path], evidence_of(made, max_tokens=1000))
+    return made, LogprobScorer([[path]], evidence_of(made, max_tokens=1000))
 
 
 def slipped(values: Tensor, *, by: int) -> Tensor:
@@ -183,7 +183,7 @@ def other_side(bundle: Bundle) -> Bundle:
 
 
 def explained(path: Path, bundle: Bundle, settings: Settings | None = None) -> Diagnosis:
-    scorer = LogprobScorer([path], evidence_of(bundle, max_tokens=1000))
+    scorer = LogprobScorer([[path]], evidence_of(bundle, max_tokens=1000))
     return diagnose(scorer, Settings(temperature=1.0) if settings is None else settings, progress=lambda text: None)
 
 
@@ -271,7 +271,7 @@ def test_truncation_is_a_fault_only_of_a_trainer_that_does_not_know_the_kept_tok
     mask = torch.cat(kept)
     known = {"support_sizes": mask.sum(-1), "support_ids": mask.nonzero()[:, 1]}
     evidence = evidence_of(Bundle(**(dict(bundle.tensors()) | known)), max_tokens=1000)
-    among = LogprobScorer([path], evidence).score([Scoring()])[0]
+    among = LogprobScorer([[path]], evidence).score([Scoring()])[0]
     sides = {"old_logprobs": among, "rollout_logprobs": among + 1e-7, **known}
     found = explained(path, Bundle(**(dict(bundle.tensors()) | sides), metadata=bundle.metadata))
     assert not found.faults and found.k3 < 1e-12
@@ -280,7 +280,7 @@ def test_truncation_is_a_fault_only_of_a_trainer_that_does_not_know_the_kept_tok
     assert parts.supports is not None and parts.supports.sizes.tolist() == [
         *mask[21:26].sum(-1).tolist(), *mask[:5].sum(-1).tolist()
     ]  # fmt: skip
-    found_parts = LogprobScorer([path], parts).score([Scoring()])[0]
+    found_parts = LogprobScorer([[path]], parts).score([Scoring()])[0]
     assert torch.allclose(found_parts, among[[*range(21, 26), *range(5)]], atol=1e-5)
 
 
@@ -309,18 +309,18 @@ def test_other_tensors_and_ids_beyond_the_vocabulary_are_refused(tmp_path: Path)
     ids[0] = 64
     wrong = Bundle(**(dict(bundle.tensors()) | {"token_ids": ids}))
     with pytest.raises(OtherWeightsError, match="ids from 0 to 64"):
-        LogprobScorer([path], evidence_of(wrong, max_tokens=999))
+        LogprobScorer([[path]], evidence_of(wrong, max_tokens=999))
     smaller = tmp_path / "smaller"
     Qwen2ForCausalLM(Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                  num_attention_heads=2, num_key_value_heads=1)).save_pretrained(smaller)  # fmt: skip
     with pytest.raises(OtherWeightsError, match="another model"):
-        LogprobScorer([path, smaller], evidence_of(bundle, max_tokens=999))
+        LogprobScorer([[path, smaller]], evidence_of(bundle, max_tokens=999))
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     path, other = save_model(tmp_path / "model", seed=0), save_model(tmp_path / "other", seed=7)
     bundle, _ = with_tokens(path, temperature=1.01)
-    scorer = LogprobScorer([other], evidence_of(bundle, max_tokens=999))
+    scorer = LogprobScorer([[other]], evidence_of(bundle, max_tokens=999))
     with pytest.raises(OtherWeightsError, match="weights that sampled"):
         diagnose(scorer, Settings(temperature=1.0), progress=lambda text: None)
 

@@ -42,7 +42,7 @@ def bundle_of(engine: Tensor | None, trainer: Tensor | None) -> Bundle:
 
 
 def scorer_of(path: Path, engine: Tensor | None = None, trainer: Tensor | None = None) -> LogprobScorer:
-    return LogprobScorer([path], evidence_of(bundle_of(engine, trainer), max_tokens=TOKENS))
+    return LogprobScorer([[path]], evidence_of(bundle_of(engine, trainer), max_tokens=TOKENS))
 
 
 def in_float16(kind: Quantization) -> Scoring:

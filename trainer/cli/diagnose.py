@@ -1,6 +1,7 @@
 """`parity diagnose <bundle> [model=DIR]`, or `parity diagnose <run.dir> [step=N]`: why engine and trainer disagree.
 
-Without step= a run takes one more step from its newest checkpoint, in a directory of its own, and that step is judged.
+Without step= the dumped steps of a run are judged together. A run with none whose weights are known takes one more step
+from its newest checkpoint, in a directory of its own.
 All problems of the words are reported together before torch is loaded. Called by `commands.py`.
 """
 
@@ -23,7 +24,8 @@ from trainer.cli.tables import rows_text
 from trainer.compose.outcome import DONE, report
 from trainer.compose.overrides import override_words
 from trainer.config.outputs import CHECKPOINTS, DUMPS
-from trainer.rundir.dump import way_to_a_dump
+from trainer.rundir.checkpoint import known_versions
+from trainer.rundir.dump import dumped_steps, open_dump, way_to_a_dump
 from trainer.rundir.run_dir import CONFIG_FILE
 from trainer.rundir.sealed_directory import sealed_steps
 from trainer.text.plain import to_stderr
@@ -60,14 +62,21 @@ def run_diagnose(words: Sequence[str]) -> int:
     models = _models(given, problems)
     if source is None or problems or not (out := found.out(source, OUTPUT)):
         return report(problems, command=NAME)
-    run_dir, step = source, found.step
-    if found.is_run and step is None:
+    run_dir, steps = source, [found.step] if found.step is not None else []
+    if found.is_run and not steps and not (steps := _judged(source)):
         run_dir = one_more(source)
         step, code = _one_more_step(source, run_dir)
         if code != DONE:
             to_stderr(f"{NAME} {source}: step {step} could not be taken in {run_dir}\n")
             return code
-    return show(lambda: _diagnosed(found, run_dir, step, models, out), out, command=f"{NAME} {source}")
+        steps = [step]
+    return show(lambda: _diagnosed(found, run_dir, steps, models, out), out, command=f"{NAME} {source}")
+
+
+def _judged(run_dir: Path) -> list[int]:
+    """The dumped steps whose weights are known."""
+    versions = known_versions(run_dir)
+    return [step for step in dumped_steps(run_dir) if open_dump(run_dir, step).description.policy_version in versions]
 
 
 def _models(given: Mapping[str, str], problems: list[Problem]) -> tuple[Path, ...]:
@@ -123,15 +132,15 @@ def _one_more_step(run_dir: Path, directory: Path) -> tuple[int, int]:
 
 
 def _diagnosed(
-    found: StepWords, run_dir: Path, step: int | None, models: Sequence[Path], out: Path
+    found: StepWords, run_dir: Path, steps: Sequence[int], models: Sequence[Path], out: Path
 ) -> tuple[str, list[Path]]:
-    """Judge the step of `run_dir`, or of a bundle, and write the answer -> (its text, the files)."""
+    """Judge the steps of `run_dir`, or a bundle, and write the answer -> (its text, the files)."""
     # Imported late, because these lines import torch.
     from trainer.diagnose.diagnosis import diagnose
-    from trainer.diagnose.evidence import evidence_of
+    from trainer.diagnose.evidence import evidence_of, pooled
     from trainer.diagnose.logprob_scorer import LogprobScorer
     from trainer.diagnose.results import facts, part_rows, write_diagnosis
-    from trainer.diagnose.sources import settings_of, step_of_run
+    from trainer.diagnose.sources import settings_of, steps_of_run
     from trainer.diagnose.without_model import diagnose_numbers
     from trainer.replay.bundle import routes_note
     from trainer.replay.peers.recognise import read_any
@@ -143,20 +152,24 @@ def _diagnosed(
         out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out if found.is_run else None, prefix=".weights-") as scratch:
         if found.is_run:
-            assert step is not None
-            of_run = step_of_run(*recorded(run_dir, step), found.source, Path(scratch))
-            bundle, models = of_run.bundle, of_run.models
+            dumps = [recorded(run_dir, step) for step in steps]
+            of_run = steps_of_run(dumps, known_versions(found.source), Path(scratch))
+            bundles, weights = [each.bundle for each in of_run], [each.models for each in of_run]
         else:
-            bundle = read_any(found.source, step=step)
-        if (note := routes_note(bundle)) is not None:  # also where the rest is refused, perhaps because of it
+            bundles, weights = [read_any(found.source, step=found.step)], [list(models)]
+        if (note := routes_note(bundles[-1])) is not None:  # also where the rest is refused, perhaps because of it
             to_stderr(f"{NAME}: {note}\n")
-        evidence = evidence_of(bundle, max_tokens=int(found.given.get("tokens", MAX_TOKENS)))
-        if not models or not evidence.can_be_read:
+        tokens = int(found.given.get("tokens", MAX_TOKENS))
+        evidence = pooled([evidence_of(each, max_tokens=-(-tokens // len(bundles))) for each in bundles])
+        if not weights[0] or not evidence.can_be_read:
             diagnosis = diagnose_numbers(evidence)
         else:
-            scorer = LogprobScorer(models, evidence, device=found.given.get("device", "cpu"))
-            settings = settings_of(bundle.metadata, found.given)
+            scorer = LogprobScorer(weights, evidence, device=found.given.get("device", "cpu"))
+            settings = settings_of(bundles[-1].metadata, found.given)
             diagnosis = diagnose(scorer, settings, progress=lambda text: to_stderr(f"{NAME}: {text}\n"))
+        if found.is_run:
+            judged = ", ".join(str(each.number) for each in of_run)
+            diagnosis = replace(diagnosis, notes=(*diagnosis.notes, f"judged, as one: step {judged}"))
         if note is not None:
             diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note))
     files = write_diagnosis(diagnosis, out, title=f"diagnosis of {found.source.resolve().name}")

@@ -191,11 +191,12 @@ parity replay <bundle> [modes=NAME,...] [out=DIR] [bundle=FILE]
 parity diagnose <run.dir> [step=N] [tokens=1024] [device=cpu] [out=DIR]
 parity diagnose <bundle> [model=DIR] [older=DIR,...] [key=value ...]
 
-  Takes one more step of a run from the newest checkpoint, in a directory of its own, and says why engine and
-  trainer disagree on it: causes, their parts of K3, what to change.
+  Says why engine and trainer disagree: causes, their parts of K3 with 95 % intervals, what to change. Judges the
+  steps that the run wrote down (dump.every) and whose weights are in a checkpoint, up to 4 together. Without any it
+  takes one more step from the newest checkpoint, in a directory of its own.
 
-  step=N               a step that the run wrote down (dump.every), whose weights are in a checkpoint
-  tokens=N             response tokens to judge; each is scored a few hundred times
+  step=N               this step alone
+  tokens=N             response tokens to judge, of all steps; each is scored a few hundred times
   out=DIR              where diagnosis.json and diagnosis.html go; without it <run.dir>/diagnosis
 
   <bundle>: a step of any trainer (docs/bundle.md) with token_ids, prompt_ids and prompt_lengths.

@@ -161,11 +161,12 @@ class Case:
         multiples = inverse @ (weighted @ left)
         return multiples, (inverse @ (weighted * (left - multiples @ changes))).square().sum(-1).sqrt()
 
-    def small(self, base: Scoring, *, max_tokens: int) -> Case:
+    def small(self, base: Scoring, *, max_tokens: int, is_one_step: bool = False) -> Case:
         """The responses that differ most from `base`, about `max_tokens` tokens: for causes that are tried often."""
-        lengths = self.scorer.evidence.lengths
+        lengths, steps = self.scorer.evidence.lengths, self.scorer.evidence.steps
         sums = [float(each.nansum()) for each in self.misfits([base])[0].split(lengths)]
         order = sorted(range(len(lengths)), key=sums.__getitem__, reverse=True)
+        order = [number for number in order if not is_one_step or steps[number] == steps[order[0]]]
         ends = itertools.accumulate(lengths[number] for number in order)
         chosen = sorted(order[: max(1, sum(end <= max_tokens for end in ends))])
         targets, masks = self.target.split(lengths), self.mask.split(lengths)

@@ -6,8 +6,10 @@ tokens, one response after the other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ class Evidence:
     """Token ids [L] int64 of each response; all are empty without ids in the bundle."""
     lengths: list[int]
     """Number of tokens of each response."""
+    steps: list[int]
+    """Number of the step that each response is of, from 0: ascending."""
     engine: Tensor
     """[R] float64: log-probs from the engine, nats."""
     trainer: Tensor
@@ -68,6 +72,7 @@ class Evidence:
             prompts=[self.prompts[number] for number in numbers],
             responses=[self.responses[number][:most] for number in numbers],
             lengths=[min(most, self.lengths[number]) for number in numbers],
+            steps=[self.steps[number] for number in numbers],
             engine=of(self.engine),
             trainer=of(self.trainer),
             mask=of(self.mask),
@@ -108,6 +113,7 @@ def evidence_of(bundle: Bundle, *, max_tokens: int) -> Evidence:
         prompts=prompts or [torch.empty(0, dtype=torch.int64)] * len(lengths),
         responses=responses or [torch.empty(0, dtype=torch.int64)] * len(lengths),
         lengths=lengths.tolist(),
+        steps=[0] * len(lengths),
         engine=engine,
         trainer=trainer,
         mask=mask,
@@ -119,6 +125,33 @@ def evidence_of(bundle: Bundle, *, max_tokens: int) -> Evidence:
     )
     counted = torch.stack([each.sum() for each in mask.split(lengths.tolist())])
     return whole.of_responses(_chosen(counted, max_tokens=max_tokens), most=max_tokens)
+
+
+def pooled(steps: Sequence[Evidence]) -> Evidence:
+    """The evidence of several steps as one."""
+    if len(steps) == 1:
+        return steps[0]
+
+    def joined(name: str) -> Any:
+        return list(itertools.chain.from_iterable(getattr(each, name) for each in steps))
+
+    tokens = sum(each.num_tokens for each in steps)
+    lags = [each.lags for each in steps if each.lags is not None]
+    supports = [each.supports for each in steps if each.supports is not None]
+    return Evidence(
+        prompts=joined("prompts"),
+        responses=joined("responses"),
+        lengths=joined("lengths"),
+        steps=[number for number, each in enumerate(steps) for _ in each.lengths],
+        engine=torch.cat([each.engine for each in steps]),
+        trainer=torch.cat([each.trainer for each in steps]),
+        mask=torch.cat([each.mask for each in steps]),
+        lags=torch.cat(lags) if len(lags) == len(steps) else None,
+        supports=TokenSupports(*map(torch.cat, zip(*supports, strict=True))) if len(supports) == len(steps) else None,
+        routes=joined("routes") if all(each.routes is not None for each in steps) else None,
+        num_tokens=tokens,
+        k3=sum(each.k3 * each.num_tokens for each in steps) / tokens,
+    )
 
 
 def _chosen(counted: Tensor, *, max_tokens: int) -> list[int]:

@@ -5,8 +5,9 @@ R: response tokens, C: scorings, V: vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -50,23 +51,28 @@ class OtherWeightsError(StartError):
 class LogprobScorer:
     """The tokens of the evidence under any scoring, with a few models in memory: one per type and format."""
 
-    def __init__(self, models: Sequence[Path], evidence: Evidence, *, device: str = "cpu") -> None:
-        """`models`: directories of the weights that sampled, and of older ones, as transformers loads them.
+    def __init__(self, models: Sequence[Sequence[Path]], evidence: Evidence, *, device: str = "cpu") -> None:
+        """`models`: of each step of the evidence, directories of the weights that sampled, and of older ones.
+
+        A step with fewer than others has its oldest in their place.
 
         Raises OtherWeightsError if they cannot read the tokens of the evidence, or are of different models.
         """
         self.evidence = evidence
-        self.names = [path.name for path in models]
+        most = max(map(len, models))
+        paths = [[*each, *[each[-1]] * (most - len(each))] for each in models]
+        self.names = [", ".join(dict.fromkeys(path.name for path in each)) for each in zip(*paths, strict=True)]
         self._device = torch.device(device)
-        self._path = models[0]
+        self._path = paths[-1][0]
         self._models: OrderedDict[_Kind, PreTrainedModel] = OrderedDict()
         self._held: dict[_Kind, dict[str, object]] = {}
         """Kind of model -> name -> what the parameter holds at present."""
-        self._sources = [_parameters(self._load(path)) for path in models]
+        loaded = {path: _parameters(self._load(path)) for path in dict.fromkeys(itertools.chain(*paths))}
+        self._sources = [[loaded[path] for path in each] for each in paths]
         self._targets = torch.cat(evidence.responses).to(self._device)
         self.mixture = mixture_of(self._model(Body()).config.to_dict())
         """None for a dense model."""
-        self._check(models)
+        self._check(loaded)
         self._hidden: OrderedDict[Body, Tensor] = OrderedDict()
 
     def of_responses(self, numbers: Sequence[int], *, most: int) -> LogprobScorer:
@@ -92,7 +98,6 @@ class LogprobScorer:
             return experts
 
         model, found = self._model(body), {}
-        self._hold(model, body)
         with torch.inference_mode(), RouterTap(self.mixture, record):
             for numbers, _ in self._read(model, body, list(range(len(self.evidence.lengths)))):
                 rows = torch.stack(layers, dim=1).unflatten(0, (len(numbers), -1))
@@ -104,23 +109,21 @@ class LogprobScorer:
     @property
     def num_weights(self) -> int:
         """Number of weights: those that sampled, and older ones."""
-        return len(self._sources)
+        return len(self.names)
 
     def tensors(self, source: int = 0) -> dict[str, Tensor]:
-        """Name -> tensor of the weights `source`, float32; tied ones have one name."""
-        return self._sources[source]
+        """Name -> tensor of the weights `source` of the first step, float32; tied ones have one name."""
+        return self._sources[self.evidence.steps[0]][source]
 
     def score(self, scorings: Sequence[Scoring]) -> Tensor:
         """[C, R] float64, nats; NaN for a token that has no log-prob under the scoring, because it is shifted."""
         found = torch.empty(len(scorings), len(self._targets), dtype=torch.float64)
         for body in dict.fromkeys(each.body for each in scorings):
             of_body = [number for number, each in enumerate(scorings) if each.body == body]
-            hidden = self._states(body)
-            model = self._model(body)
-            self._hold(model, body)  # the hidden states may be kept ones, and the head is computed now
+            hidden, model = self._states(body), self._model(body)
             for head in dict.fromkeys(scorings[number].head for number in of_body):
                 numbers = [number for number in of_body if scorings[number].head is head]
-                for rows, logits in self._logits(model, hidden, head):
+                for rows, logits in self._logits(model, body, hidden, head):
                     targets = self._targets[rows]
                     for number, logprobs in zip(
                         numbers, _logprobs(logits, targets, [scorings[each] for each in numbers]), strict=True
@@ -132,30 +135,34 @@ class LogprobScorer:
         return found
 
     def forward(self, scoring: Scoring) -> tuple[Tensor, dict[str, Tensor]]:
-        """(log-probs [R], the parameters), with a graph behind them: float32 only, without truncation or shift."""
+        """(log-probs [R], the parameters), with a graph behind them: float32, one step, no truncation, no shift."""
         model = self._model(scoring.body)
         parameters = _parameters(model)
         for each in parameters.values():
             each.requires_grad_(True)
-        self._hold(model, scoring.body)
         logits = model.get_output_embeddings()(self._all_states(model, scoring.body)).float()  # type: ignore[misc]
         self._cut(logits, torch.arange(len(logits), device=self._device))
         logprobs = torch.log_softmax(logits / scoring.temperature, -1).gather(-1, self._targets[:, None])[:, 0]
         return logprobs, parameters
 
     @torch.inference_mode()
-    def _logits(self, model: PreTrainedModel, hidden: Tensor, head: DType) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, their logits [rows, V] float32), some rows at a time."""
+    def _logits(
+        self, model: PreTrainedModel, body: Body, hidden: Tensor, head: DType
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows, their logits [rows, V] float32), some rows of one step at a time."""
+        dtype, end = DTYPES[head.name], 0
         layer: Any = model.get_output_embeddings()
-        dtype = DTYPES[head.name]
-        weight = layer.weight.to(dtype)
-        bias = None if layer.bias is None else layer.bias.to(dtype)
-        size = max(1, CHUNK_ELEMENTS // len(weight))
-        for begin in range(0, len(hidden), size):
-            rows = slice(begin, min(begin + size, len(hidden)))
-            logits = torch.nn.functional.linear(hidden[rows].to(dtype), weight, bias).float()
-            self._cut(logits, torch.arange(rows.start, rows.stop, device=self._device))
-            yield rows, logits
+        for step, responses in itertools.groupby(range(len(self.evidence.lengths)), self.evidence.steps.__getitem__):
+            self._hold(model, body, step)  # the hidden states may be kept ones, and the head is computed now
+            weight = layer.weight.to(dtype)
+            bias = None if layer.bias is None else layer.bias.to(dtype)
+            begin, end = end, end + sum(self.evidence.lengths[number] for number in responses)
+            size = max(1, CHUNK_ELEMENTS // len(weight))
+            for first in range(begin, end, size):
+                rows = slice(first, min(first + size, end))
+                logits = torch.nn.functional.linear(hidden[rows].to(dtype), weight, bias).float()
+                self._cut(logits, torch.arange(rows.start, rows.stop, device=self._device))
+                yield rows, logits
 
     def _cut(self, logits: Tensor, places: Tensor) -> None:
         """Keep the logits [M, V] of the tokens at `places` [M] within their supports, in place."""
@@ -176,7 +183,7 @@ class LogprobScorer:
         model = load_causal_lm(path, dtype=dtype, attention=None)
         return model.eval().requires_grad_(False).to(self._device)
 
-    def _check(self, models: Sequence[Path]) -> None:
+    def _check(self, loaded: Mapping[Path, dict[str, Tensor]]) -> None:
         """Raise OtherWeightsError if a model cannot be meant."""
         kept = [] if self.evidence.supports is None else [self.evidence.supports.token_ids]
         tokens = torch.cat([*self.evidence.prompts, *self.evidence.responses, *kept])
@@ -184,15 +191,15 @@ class LogprobScorer:
         vocabulary = len(embeddings.weight)
         if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
             raise OtherWeightsError(
-                f"model={models[0]} has {vocabulary:,} tokens, and the bundle has ids from {int(tokens.min())} to "
+                f"model={self._path} has {vocabulary:,} tokens, and the bundle has ids from {int(tokens.min())} to "
                 f"{int(tokens.max()):,}: give the model that sampled them"
             )
-        shapes = {name: each.shape for name, each in self._sources[0].items()}
         if self.evidence.routes is not None:
             self._check_routes(self.evidence.routes)
-        for path, tensors in zip(models[1:], self._sources[1:], strict=True):
+        shapes = {name: each.shape for name, each in loaded[self._path].items()}
+        for path, tensors in loaded.items():
             if {name: each.shape for name, each in tensors.items()} != shapes:
-                raise OtherWeightsError(f"older={path} has other tensors than {models[0]}: it is another model")
+                raise OtherWeightsError(f"older={path} has other tensors than {self._path}: it is another model")
 
     def _check_routes(self, routes: Sequence[Routes]) -> None:
         """Raise OtherWeightsError if the routes are not of this model."""
@@ -225,8 +232,7 @@ class LogprobScorer:
     def _states(self, body: Body) -> Tensor:
         """Hidden states [R, H] from which the response tokens are predicted."""
         if body not in self._hidden:
-            model = self._model(body)
-            self._hold(model, body)
+            model = self._model(body)  # not in inference mode: a gradient may be wanted later
             with torch.inference_mode():
                 self._hidden[body] = self._all_states(model, body)
             while len(self._hidden) > KEPT_BODIES:
@@ -242,33 +248,40 @@ class LogprobScorer:
             parts |= dict(zip(numbers, pieces, strict=True))
         return torch.cat([parts[number] for number in range(len(parts))])
 
-    def _hold(self, model: PreTrainedModel, body: Body) -> None:
-        """Put the weights of `body` into `model`; only those that change are copied."""
+    def _hold(self, model: PreTrainedModel, body: Body, step: int) -> None:
+        """Put the weights of `body` at a step into `model`; only those that change are copied."""
         held = self._held[body.arithmetic, body.quantization]
         edits = {edit.name: edit for edit in body.edits}
         with torch.no_grad():
             for name, parameter in _parameters(model).items():
                 edit = edits.get(name)
-                key = (body.weights, body.share, edit, body.rounded, body.quantization)
+                key = (step, body.weights, body.share, edit, body.rounded, body.quantization)
                 if held.get(name) != key:
-                    parameter.copy_(self._numbers(name, body, edit))
+                    parameter.copy_(self._numbers(name, body, edit, self._sources[step]))
                     held[name] = key
 
-    def _numbers(self, name: str, body: Body, edit: TensorEdit | None) -> Tensor:
-        tensor = self._sources[0][name]
+    def _numbers(self, name: str, body: Body, edit: TensorEdit | None, sources: Sequence[dict[str, Tensor]]) -> Tensor:
+        tensor = sources[0][name]
         if body.weights:
-            tensor = torch.lerp(tensor, self._sources[body.weights][name], body.share)
+            tensor = torch.lerp(tensor, sources[body.weights][name], body.share)
         match edit:
             case TensorEdit(kind=EditKind.scaled):
                 tensor = tensor * edit.factor
             case TensorEdit(kind=EditKind.exchanged):
-                tensor = self._sources[body.weights][edit.other]
+                tensor = sources[body.weights][edit.other]
             case TensorEdit(kind=EditKind.older):
-                tensor = self._sources[edit.source][name]
+                tensor = sources[edit.source][name]
         return on_grid(name, tensor, body.quantization).to(DTYPES[body.rounded.name])
 
     def _read(self, model: PreTrainedModel, body: Body, responses: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
         """Yield (numbers of responses, hidden states before their tokens, one response after the other)."""
+        for step, numbers in itertools.groupby(responses, self.evidence.steps.__getitem__):
+            self._hold(model, body, step)
+            yield from self._read_step(model, body, list(numbers))
+
+    def _read_step(
+        self, model: PreTrainedModel, body: Body, responses: Sequence[int]
+    ) -> Iterator[tuple[list[int], Tensor]]:
         prompts = {number: self._prompt(body.prompt, self.evidence.prompts[number]) for number in responses}
         if body.prefix is not None:
             for number in responses:
@@ -304,13 +317,14 @@ class LogprobScorer:
         def routes(begin: int, end: int) -> Replay | None:
             return self._replay(body, [number], range(begin, min(end, positions.shape[1])))
 
-        self._hold(model, replace(body, weights=body.prefix or 0, share=1.0))
+        step = self.evidence.steps[number]
+        self._hold(model, replace(body, weights=body.prefix or 0, share=1.0), step)
         # The last token of the prompt predicts the first one of the response: it is read with the response.
         tokens = torch.cat([prompt, response])[None]
         first = len(prompt) - 1
         if first:
             self._decoder(model, tokens[:, :first], positions[:, :first], cache, routes(0, first))
-        self._hold(model, body)
+        self._hold(model, body, step)
         found = self._decoder(model, tokens[:, first:], positions[:, first:], cache, routes(first, tokens.shape[1]))
         return found.last_hidden_state[0, : len(response)]
 

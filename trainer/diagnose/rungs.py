@@ -232,7 +232,7 @@ def weights(case: Case, base: Scoring) -> Iterator[Candidate]:
         return
     # The gradient is that of float32 arithmetic.
     plain = base.with_body(prefix=None).computed_in(DType.float32)
-    for found in wrong_tensors(case.small(base, max_tokens=SMALL_TOKENS), plain):
+    for found in wrong_tensors(case.small(base, max_tokens=SMALL_TOKENS, is_one_step=True), plain):
         yield replace(found, scoring=base.with_edits(*found.scoring.body.edits))
 
 

@@ -7,13 +7,12 @@ caller removes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.config import DType, Quantization
 from rollout.weights.packed_weights import DTYPES
-from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
 from trainer.diagnose.diagnosis import Settings
 from trainer.models.export import write_model
@@ -21,19 +20,21 @@ from trainer.models.resolve import resolve_model
 from trainer.replay.bundle import Bundle, BundleError
 from trainer.replay.bundle_step import bundle_of
 from trainer.replay.recorded import read_step
-from trainer.rundir.checkpoint import CheckpointError, checkpoint_at, state_at
+from trainer.rundir.checkpoint import CheckpointError, checkpoint_at
 from trainer.rundir.dump import Dump
 from trainer.rundir.run_dir import StartError
-from trainer.rundir.sealed_directory import SealError, sealed_steps
 
 MOST_OLDER = 2
 """Older weights of a run that are looked at: those of the checkpoint before, and those that the run began with."""
+MOST_STEPS = 4
+"""Dumped steps that are judged together: the weights of each are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStep:
     """A step of a run."""
 
+    number: int
     bundle: Bundle
     models: list[Path]
     """The weights that sampled it first, then older ones, newest first."""
@@ -63,36 +64,44 @@ def settings_of(metadata: Mapping[str, str], given: Mapping[str, str]) -> Settin
     return settings
 
 
-def step_of_run(dump: Dump, config: TrainConfig, run_dir: Path, scratch: Path) -> RunStep:
-    """The step of `dump`, with the weights out of the checkpoints in `run_dir`, written to `scratch`.
+def steps_of_run(
+    dumps: Sequence[tuple[Dump, TrainConfig]], versions: Mapping[int, Path | None], scratch: Path
+) -> list[RunStep]:
+    """Dumped steps with their weights, written to `scratch`: the newest ones that say the same of both sides.
 
-    Raises StartError if no checkpoint has the weights that sampled it, or a checkpoint is damaged.
+    Raises StartError if no checkpoint has the weights that sampled them, or a checkpoint is damaged.
     """
-    wanted = dump.description.policy_version
-    versions: dict[int, Path | None] = {0: None}
-    for path in sealed_steps(run_dir / CHECKPOINTS).values():
-        try:
-            versions[state_at(path).policy_version] = path
-        except SealError:
-            continue
-    if wanted not in versions:
-        there = ", ".join(str(version) for version in sorted(versions))
+    known = [each for each in dumps if each[0].description.policy_version in versions]
+    if not known:
+        last, there = dumps[-1][0].description, ", ".join(str(version) for version in sorted(versions))
         raise StartError(
-            f"step {dump.description.step} was sampled by the weights after {wanted} optimizer steps; there are those "
-            f"after {there}. Leave step= out: the run then takes one more step from its newest checkpoint, and that "
-            "one is judged. Or set checkpoint.every=1 for a while, or name the weights: model=<directory>"
+            f"step {last.step} was sampled by the weights after {last.policy_version} optimizer steps; there are those "
+            f"after {there}. Leave step= out: other steps are judged then, or one more that the run takes from its "
+            "newest checkpoint. Or set checkpoint.every=1 for a while, or name the weights: model=<directory>"
         )
+    found = [_run_step(dump, config, versions, scratch) for dump, config in known[-MOST_STEPS:]]
+    return [
+        each for each in found if settings_of(each.bundle.metadata, {}) == settings_of(found[-1].bundle.metadata, {})
+    ]
+
+
+def _run_step(dump: Dump, config: TrainConfig, versions: Mapping[int, Path | None], scratch: Path) -> RunStep:
+    wanted = dump.description.policy_version
     older = sorted((version for version in versions if version < wanted), reverse=True)
     chosen = [wanted, *dict.fromkeys([*older[:1], *older[-1:]])][: 1 + MOST_OLDER]
     try:
         models = [_model(config, versions[version], scratch / f"version_{version}") for version in chosen]
     except CheckpointError as error:
         raise StartError(str(error)) from error
-    return RunStep(bundle=bundle_of(read_step(dump), dump.description, config), models=models)
+    return RunStep(
+        number=dump.description.step, bundle=bundle_of(read_step(dump), dump.description, config), models=models
+    )
 
 
 def _model(config: TrainConfig, checkpoint: Path | None, directory: Path) -> Path:
     """The weights of a checkpoint, or those that the run began with, as transformers loads them."""
+    if directory.is_dir():  # of another step
+        return directory
     if checkpoint is None:
         return resolve_model(config, progress=lambda done, total, detail: None)
     write_model(config, checkpoint_at(checkpoint), directory, dtype=DTYPES["float32"])

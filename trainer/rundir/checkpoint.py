@@ -202,6 +202,17 @@ def newest_state(run_dir: Path) -> tuple[Path, RunState] | None:
     return None
 
 
+def known_versions(run_dir: Path) -> dict[int, Path | None]:
+    """Version of the weights -> its checkpoint; None for those that the run began with."""
+    versions: dict[int, Path | None] = {0: None}
+    for path in sealed_steps(run_dir / CHECKPOINTS).values():
+        try:
+            versions[state_at(path).policy_version] = path
+        except SealError:
+            continue
+    return versions
+
+
 def state_at(path: Path) -> RunState:
     """The state of the checkpoint in the directory `path`, verified. Raises SealError; reads no weights."""
     verify_file(path, STATE, layout=FORMAT)
