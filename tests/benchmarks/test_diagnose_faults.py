@@ -47,4 +47,4 @@ def test_nothing_is_named_where_nothing_is_wrong(world: World, engine: DType) ->
     for _ in range(3):
         found, _ = answer(clean(world, engine))
         assert not found.faults, paragraph(found)
-        assert [part.is_declared for part in found.parts if engine is DType.bfloat16]
+        assert engine is DType.float32 or any(part.is_declared for part in found.parts)

@@ -21,6 +21,8 @@ LINEAR_FROM = 1.0
 """Nats from which the misfit is linear."""
 SURE = 4.0
 """Standard errors that the mean change of a token has to be away from none."""
+ALIKE = 0.9
+"""Correlation of the changes of two causes from which they are one."""
 NEARLY_NOTHING = 0.1
 """Share of the misfit that may be left of a cause that is sure by its size."""
 COMMON = 0.35
@@ -126,14 +128,19 @@ class Case:
         gain = gain[old + new > (old + new).mean() / 10]
         return float(gain.mean()) > SURE * float(gain.std()) / math.sqrt(len(gain))
 
-    def sure_together(self, before: Scoring, candidates: Sequence[Candidate]) -> list[bool]:
-        """Whether the candidates change the log-probs by what is missing, given all the others.
+    def is_sure_beside(self, before: Scoring, candidate: Candidate, others: Sequence[Candidate]) -> bool:
+        """True if the candidate changes the log-probs by what is missing, whatever the others explain.
 
-        Two causes of one size hide each other: each by itself leaves the other.
+        Two causes of one size hide each other: each by itself leaves the other, and makes as many tokens worse as
+        better. Others that change nearly the same are left out: they are the same cause by another name.
         """
-        multiples, errors = self._regressed(before, [each.scoring for each in candidates])
-        found: list[bool] = (multiples > SURE * errors).tolist()
-        return found
+        scorings = [candidate.scoring, *(each.scoring for each in others)]
+        plain, *changed = self.scorer.score([before, *scorings])
+        changes = torch.stack(changed)[:, self.mask] - plain[self.mask]
+        alike = torch.corrcoef(changes)[0].abs() > ALIKE if others else torch.ones(1)
+        kept = [scoring for scoring, is_alike in zip(scorings[1:], alike[1:], strict=False) if not is_alike]
+        multiples, errors = self._regressed(before, [candidate.scoring, *kept])
+        return float(multiples[0]) > SURE * float(errors[0])
 
     def with_replay(self, before: Scoring, after: Scoring) -> Case:
         """The case for what comes behind a change that rounds: its target has what a replay does not reproduce in it.

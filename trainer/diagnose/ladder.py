@@ -22,6 +22,8 @@ FLOAT32_NOISE = 1e-9
 """Misfit of correct float32 arithmetic in any order, at most: 5e-5 nats."""
 NOISE = 3.0
 """Misfit, over that of the rounding of a side, below which no dear rung is climbed."""
+CHOSEN = 0.5
+"""Least gain of candidates with a number that was fitted, or out of many."""
 REPRODUCED = 0.1
 """Misfit, over that of the rounding of a side, below which nothing is looked for: a replay gives nearly the same."""
 LEAST_OF_WHOLE = 0.03
@@ -131,9 +133,9 @@ def _best(
                 best = (left, candidate)
         if best is not None and best[0] <= SOLVED * current:
             break
-    if best is None and len(unsure) > 1:
-        unsure.sort(key=lambda each: each[0])
-        together = [candidate for _, candidate in unsure if candidate.case is None]
-        sure = case.sure_together(base, together)
-        return next((candidate for candidate, is_sure in zip(together, sure, strict=True) if is_sure), None)
+    # A number that was fitted, or a tensor that was chosen, changes the log-probs by what is missing anyway.
+    given = [(left, each) for left, each in unsure if each.case is None and each.least_gain < CHOSEN]
+    for _, candidate in sorted(given, key=lambda each: each[0]) if best is None else ():
+        if case.is_sure_beside(base, candidate, [other for _, other in given if other is not candidate]):
+            return candidate
     return None if best is None else best[1]
