@@ -400,14 +400,13 @@ def declared() -> dict[str, list[Requirement]]:
     named = {
         "cpu.txt": project["dependencies"] + extras["smollm2"],
         "sglang-cpu.txt": [line for line in extras["sglang"] if not line.startswith("cuda-toolkit")],
-        "vllm-cpu.txt": extras["vllm"],
         "gpu.txt": project["dependencies"] + extras["smollm2"] + extras["sglang"],
         "dev.txt": extras["dev"] + extras["tensorboard"],
     }
     return {name: [Requirement(line) for line in lines] for name, lines in named.items()}
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt", "vllm-cpu.txt", "dev.txt", "gpu.txt"])
+@pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt", "dev.txt", "gpu.txt"])
 def test_pins_satisfy_what_is_declared(name: str) -> None:
     pinned = pins("torch.txt") | pins("cpu.txt") | pins(name)  # every list is installed on top of these two
     for requirement in declared()[name]:

@@ -84,10 +84,9 @@ def use_plain_experts(recorder: RouteRecorder | None) -> None:
         w2: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
-        activation: MoEActivation,
-        **_others: object,
+        **others: object,
     ) -> None:
-        if activation is not MoEActivation.SILU:
+        if (activation := others["activation"]) is not MoEActivation.SILU:
             raise ValueError(f"experts with {activation} are not served")
         if recorder is not None:
             recorder.heed(topk_ids, topk_weights)
