@@ -1,6 +1,6 @@
 """`parity diagnose` on planted faults: how often the right name comes first, and whether clean bundles stay clean.
 
-    python benchmarks/diagnose.py [--model demo|smollm2] [--seeds 10] [--first-seed 0] [--clean 100]
+    python benchmarks/diagnose.py [--model demo|deep|smollm2] [--seeds 10] [--first-seed 0] [--clean 100] [--pairs 0]
                                   [--dtypes float32 bfloat16] [--faults NAME ...]
 
 The faults are those of benchmarks/planted_faults.py, each with other draws and weights for every seed; the type of the
