@@ -336,7 +336,7 @@ def test_leftovers_that_a_lower_limit_does_not_allow_begin_again(engine):  # noq
     """Two tokens of every stopped response are known, and all of the ones that had ended."""
     sampler = Shuffled(engine, max)
     collector, prompts = partial(sampler)
-    collector.collect(1, 0)
+    collector.collect(5, 0)
     known = [response.num_tokens for group in collector._pending for response in group.responses]
     assert 2 in known and max(known) > 2
     state = json.loads(json.dumps(collector.state_dict()))
