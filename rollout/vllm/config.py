@@ -70,8 +70,13 @@ class VLLMConfig(EngineConfig):
     def model_rule(self, model: Mapping[str, Any]) -> str:
         if model.get("model_type") in BIASED:
             return f"be of another family than {' and '.join(BIASED)} with rollout=vllm, which has not served them yet"
-        if model.get("model_type") == "olmoe" and model.get("norm_topk_prob"):
-            return "have norm_topk_prob=false with rollout=vllm, whose OLMoE weighs experts so"
+        if model.get("model_type") == "olmoe" and (
+            model.get("norm_topk_prob") or model.get("clip_qkv") is not None or model.get("rms_norm_eps", 1e-5) != 1e-5
+        ):
+            return "have norm_topk_prob=false, no clip_qkv and rms_norm_eps=1e-5, as the OLMoE of rollout=vllm"
+        rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+        if (rope.get("rope_type") or rope.get("type")) in ("longrope", "su"):
+            return "have other positions than longrope with rollout=vllm, which takes the factors of long texts for all"
         heads, width = model.get("num_attention_heads"), model.get("hidden_size")
         size = model.get("head_dim") or (width // heads if heads and width else None)
         if size is not None and size not in HEAD_SIZES:

@@ -33,8 +33,7 @@ class Batch(embedded.Batch["LLMEngine"]):
         torch.set_num_threads(torch.get_num_threads())
         # Of a thread that failed or was stopped.
         engine.abort_request(list(sampler.responses), internal=True)
-        sampler.responses.clear()
-        sampler.policy_version = policy_version
+        sampler.reset(policy_version)
 
     @property
     def active(self) -> Collection[Response]:
@@ -81,6 +80,11 @@ class Batch(embedded.Batch["LLMEngine"]):
         """The engine has made vLLM forget its cache, unless rollout.pause_mode=in_place."""
         self._model, self._version = model, policy_version
         self._sampler.policy_version = policy_version
+        # What has no token yet is handed over anew: with its salt it would find the cache of the older version.
+        unread = [response for response in self._responses.values() if not response.versions]
+        self._release(unread)
+        for response in unread:
+            self._begin(response)
 
     def _release(self, ended: Sequence[Response]) -> None:
         names = [self._names.pop(response.ticket) for response in ended]

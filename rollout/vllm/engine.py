@@ -12,14 +12,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rollout.config import PauseMode, Routing
 from rollout.embedded.engine import EmbeddedEngine, Part
-from rollout.engine import EngineError, EngineInfo, EngineSetup, LayoutError
+from rollout.engine import EngineError, EngineInfo, EngineSetup
 from rollout.types import PackedWeights
 from rollout.vllm.weights import places_of
 from rollout.weights.experts import mixture_of
@@ -36,8 +36,11 @@ if TYPE_CHECKING:
 RELEASE = "0.32."
 BLOCK_TOKENS = 32
 """Tokens of a block of the cache, the fewest that vLLM has on a CPU: whole blocks of a prompt are read once."""
+STEP_TOKENS = 2048
+"""Tokens of prompts that are read in a step, vLLM's own default."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the sampler stands in the first one
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the machine is shared
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CONFIGURE_LOGGING": "0",  # else to stdout
@@ -48,7 +51,12 @@ ENVIRONMENT = {
 
 
 class VLLMEngine(EmbeddedEngine["LLMEngine"]):
-    """One model of vLLM. Its packages are imported at the start, which takes about 20 s of a core."""
+    """One model of vLLM. Its packages are imported at the start, which takes about 20 s of a core.
+
+    A process holds one such engine at a time: vLLM keeps its state in modules.
+    """
+
+    _running: ClassVar[VLLMEngine | None] = None
 
     def __init__(self, config: VLLMConfig, setup: EngineSetup) -> None:
         """`setup.num_threads` applies to the whole process."""
@@ -65,6 +73,9 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
         described = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         if rule := self._vllm.model_rule(described):
             raise EngineError(f"{self._name} start: {model_path}: the model must {rule}")
+        if VLLMEngine._running is not None:
+            raise EngineError(f"{self._name} start: a process holds one engine of vLLM; stop the other one first")
+        VLLMEngine._running = self
         with self._surroundings():
             try:
                 import vllm
@@ -80,10 +91,11 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
                 self._model = _new_engine(self._vllm, model_path, described)
                 self._runner = self._model.model_executor.driver_worker.model_runner
                 self._places = places_of(self._runner.model, tensor_shapes(model_path))
-            except (OSError, ValueError, RuntimeError, ImportError, LayoutError) as error:
+            except Exception as error:  # vLLM raises whatever its assertions and its libraries raise
                 self.stop()
-                text = f"{self._name} start: {model_path} could not be loaded: {error}; see {self._log_file}"
-                raise EngineError(text) from error
+                text = f"{self._name} start: {model_path} could not be loaded: {type(error).__name__}: {error}; "
+                text += "rollout.cache_tokens and rollout.max_batch_size decide what vLLM takes of the memory; see "
+                raise EngineError(f"{text}{self._log_file}") from error
         self._runner.sampler = SeededSampler(self._runner, recorder)
         round_inputs(self._runner.model, self._config.quantization)
         limits = self._model.model_config
@@ -112,7 +124,8 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
             yield
         finally:
             torch.set_num_threads = set_num_threads
-            os.environ.clear()
+            for name in os.environ.keys() - variables.keys():
+                del os.environ[name]
             os.environ.update(variables)
 
     def _new_batch(self, model: LLMEngine, policy_version: int) -> Batch:
@@ -144,6 +157,8 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
         if model is not None:
             model.engine_core.shutdown()
             self._places, self._runner = {}, None
+        if VLLMEngine._running is self:
+            VLLMEngine._running = None
 
 
 def _new_engine(config: VLLMConfig, model_path: Path, described: dict[str, Any]) -> LLMEngine:
@@ -160,6 +175,7 @@ def _new_engine(config: VLLMConfig, model_path: Path, described: dict[str, Any])
     heads = described["num_attention_heads"]
     size = described.get("head_dim") or described["hidden_size"] // heads
     width = 2 * size * (described.get("num_key_value_heads") or heads) * DTYPES[config.dtype.name].itemsize
+    cache_tokens = (-(-config.cache_tokens // BLOCK_TOKENS) + 1) * BLOCK_TOKENS  # vLLM keeps a block for itself
     arguments = EngineArgs(
         model=str(model_path),
         dtype=config.dtype.name,
@@ -167,9 +183,10 @@ def _new_engine(config: VLLMConfig, model_path: Path, described: dict[str, Any])
         skip_tokenizer_init=True,
         generation_config="vllm",
         block_size=BLOCK_TOKENS,
-        kv_cache_memory_bytes=config.cache_tokens * width * described["num_hidden_layers"],
+        kv_cache_memory_bytes=cache_tokens * width * described["num_hidden_layers"],
         max_model_len=config.context_length(described),
         max_num_seqs=config.max_batch_size,
+        max_num_batched_tokens=max(STEP_TOKENS, config.max_batch_size),  # a decode step takes a token of each
         async_scheduling=False,
         disable_log_stats=True,
     )

@@ -35,6 +35,10 @@ class RouteRecorder:
         """[S, L, K], made with the first step."""
         self._weights: NDArray[np.float16]
 
+    def forget(self) -> None:
+        """Drop the layers of a step that did not end."""
+        self._layers.clear()
+
     def heed(self, experts: Tensor, weights: Tensor) -> None:
         """Take the choice of the next layer, both [T, K]."""
         self._layers.append((experts, weights))

@@ -29,6 +29,13 @@ class SeededSampler:
         self.policy_version = 0
         """Version of the tokens that are drawn."""
 
+    def reset(self, policy_version: int) -> None:
+        """Forget all responses, and what a step that failed has recorded."""
+        self.responses.clear()
+        self.policy_version = policy_version
+        if self._recorder is not None:
+            self._recorder.forget()
+
     def __call__(self, logits: Tensor, sampling_metadata: object) -> SamplerOutput:
         """Draw a token for every row of `logits` [B, V]; rows of prompts that are read in part draw in vain."""
         responses = [self.responses[name] for name in self._runner.input_batch.req_ids]

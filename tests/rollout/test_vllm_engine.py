@@ -53,6 +53,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.vllm
+def test_a_cache_smaller_than_the_context_holds_a_response_of_its_size(directory: Path) -> None:
+    """Before the engine that the other tests share: a process holds one at a time."""
+    small = started(directory, cache_tokens=64, max_batch_size=4096)
+    try:
+        [request] = make_requests([PROMPT[:40]], max_new_tokens=24, stop=())
+        [generation] = small.generate([request])
+        assert len(generation.token_ids) == 24
+    finally:
+        small.stop()
+
+
 @pytest.fixture(scope="module")
 def engine(directory: Path) -> Iterator[VLLMEngine]:
     made = started(directory, max_batch_size=16)
@@ -245,3 +257,23 @@ def test_what_vllm_does_not_do_is_refused_by_key() -> None:
     ):
         found = VLLMConfig().model_rule(sizes | text)
         assert rule in found and bool(rule) is bool(found)
+
+
+@pytest.mark.vllm
+def test_a_second_engine_in_a_process_is_refused(engine: VLLMEngine, directory: Path) -> None:
+    with pytest.raises(EngineError, match="a process holds one engine of vLLM"):
+        started(directory)
+    assert len(engine.generate(make_requests(PROMPTS[:1], max_new_tokens=2, stop=()))) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "no clip_qkv"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "longrope"),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}, ""),
+    ],
+)
+def test_what_vllm_computes_otherwise_is_refused(model: dict[str, object], rule: str) -> None:
+    found = VLLMConfig().model_rule(model)
+    assert rule in found and bool(found) == bool(rule)
