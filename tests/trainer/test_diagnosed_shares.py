@@ -101,6 +101,16 @@ def test_a_small_cause_behind_rounding_of_its_size_is_found(path: Path) -> None:
     assert part_of(diagnosis, "arithmetic").low > 0
 
 
+def test_noise_of_the_size_of_a_type_that_both_sides_have_is_its_arithmetic(path: Path) -> None:
+    """Both replay the type alike, and their noise in another order is known by its amount only."""
+    exact, half = scorer_of(path).score([Scoring(), HALF])
+    size = float((half - exact).std())
+    declared = Settings(temperature=1.0, engine_dtype=DType.bfloat16, trainer_dtype=DType.bfloat16)
+    diagnosis = diagnose(scorer_of(path, half + noise(size), half), declared, progress=lambda text: None)
+    assert not diagnosis.faults
+    assert sum(part.share for part in diagnosis.parts if part.name == "arithmetic") > 0.7
+
+
 def made_up(tokens: int, *, seed: int) -> Shares:
     """Two causes that do nearly the same, and much that neither explains."""
     draw = torch.Generator().manual_seed(seed)

@@ -25,12 +25,14 @@ from trainer.compose.outcome import DONE, report
 from trainer.compose.overrides import override_words
 from trainer.config.outputs import CHECKPOINTS, DUMPS
 from trainer.rundir.checkpoint import known_versions
-from trainer.rundir.dump import dumped_steps, open_dump, way_to_a_dump
+from trainer.rundir.dump import DumpError, dumped_steps, open_dump, way_to_a_dump
 from trainer.rundir.run_dir import CONFIG_FILE
 from trainer.rundir.sealed_directory import sealed_steps
 from trainer.text.plain import to_stderr
 
 NAME = "parity diagnose"
+MOST_STEPS = 4
+"""Dumped steps that are judged together: the weights of each are in memory."""
 OUTPUT = "diagnosis"
 """Directory in run.dir for the results, unless out= names another one."""
 MODEL_FILE = "config.json"
@@ -74,9 +76,19 @@ def run_diagnose(words: Sequence[str]) -> int:
 
 
 def _judged(run_dir: Path) -> list[int]:
-    """The dumped steps whose weights are known."""
-    versions = known_versions(run_dir)
-    return [step for step in dumped_steps(run_dir) if open_dump(run_dir, step).description.policy_version in versions]
+    """The newest dumped steps whose weights are known; a dump that is damaged is named and left out."""
+    versions, found = known_versions(run_dir), []
+    for step in reversed(dumped_steps(run_dir)):
+        try:
+            version = open_dump(run_dir, step).description.policy_version
+        except DumpError as error:
+            to_stderr(f"{NAME}: {error}\n")
+            continue
+        if version in versions:
+            found.append(step)
+        if len(found) == MOST_STEPS:
+            break
+    return found[::-1]
 
 
 def _models(given: Mapping[str, str], problems: list[Problem]) -> tuple[Path, ...]:

@@ -137,7 +137,8 @@ def pooled(steps: Sequence[Evidence]) -> Evidence:
 
     tokens = sum(each.num_tokens for each in steps)
     lags = [each.lags for each in steps if each.lags is not None]
-    supports = [each.supports for each in steps if each.supports is not None]
+    supports = [each.supports or _whole(len(each.engine)) for each in steps]
+    is_cut = any(each.supports is not None for each in steps)
     return Evidence(
         prompts=joined("prompts"),
         responses=joined("responses"),
@@ -147,11 +148,16 @@ def pooled(steps: Sequence[Evidence]) -> Evidence:
         trainer=torch.cat([each.trainer for each in steps]),
         mask=torch.cat([each.mask for each in steps]),
         lags=torch.cat(lags) if len(lags) == len(steps) else None,
-        supports=TokenSupports(*map(torch.cat, zip(*supports, strict=True))) if len(supports) == len(steps) else None,
+        supports=TokenSupports(*map(torch.cat, zip(*supports, strict=True))) if is_cut else None,
         routes=joined("routes") if all(each.routes is not None for each in steps) else None,
         num_tokens=tokens,
         k3=sum(each.k3 * each.num_tokens for each in steps) / tokens,
     )
+
+
+def _whole(count: int) -> TokenSupports:
+    """Of tokens that were drawn from the whole vocabulary."""
+    return TokenSupports(torch.zeros(count, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
 
 
 def _chosen(counted: Tensor, *, max_tokens: int) -> list[int]:

@@ -136,6 +136,8 @@ class _Sums:
         count = len(effects)
         self._known = torch.tensor([each.is_known for each in effects], dtype=torch.bool)
         self._rounds = torch.tensor([each.cause.rounds for each in effects], dtype=torch.bool)
+        # Only the amount of another order is known: no replay has its values.
+        self._unseen = torch.tensor([not bool(each.change.any()) for each in effects], dtype=torch.bool)
         changes, sizes = (
             torch.stack(each) if each else torch.zeros(0, len(mask), dtype=torch.float64)
             for each in ([each.change for each in effects], [each.size for each in effects])
@@ -171,6 +173,7 @@ class _Sums:
         _, _, slopes, sizes, whole = self._of(counts)
         multiples = self.multiples(counts)
         rounding = ((multiples - LEAST_COMMON) / (COMMON - LEAST_COMMON)).clamp(0, 1)
+        rounding = torch.where(self._unseen, 1.0, rounding)
         is_there = torch.where(self._rounds, rounding, multiples.clamp_min(0))
         own = torch.where(self._known, 0.0, sizes * is_there)
         reproduced = multiples * slopes
@@ -179,9 +182,9 @@ class _Sums:
         left -= left.clamp_min(0).minimum(room)
         explained = whole - left - torch.where(self._known, slopes, 0.0).sum(-1, keepdim=True)
         replayed = own.sum(-1, keepdim=True)
-        beyond = (explained - MOST_LARGER * replayed.clamp_min(0)).clamp_min(0)
-        divided = (explained - beyond) * own / replayed.clamp_min(1e-300)
-        left = left + beyond
+        shared = explained.clamp_min(0).minimum(MOST_LARGER * replayed.clamp_min(0))
+        divided = shared * own / replayed.clamp_min(1e-300)
+        left = left + explained - shared
         return torch.cat([torch.where(self._known, slopes, divided), left], dim=-1)
 
 

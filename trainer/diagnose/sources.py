@@ -26,8 +26,6 @@ from trainer.rundir.run_dir import StartError
 
 MOST_OLDER = 2
 """Older weights of a run that are looked at: those of the checkpoint before, and those that the run began with."""
-MOST_STEPS = 4
-"""Dumped steps that are judged together: the weights of each are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +65,7 @@ def settings_of(metadata: Mapping[str, str], given: Mapping[str, str]) -> Settin
 def steps_of_run(
     dumps: Sequence[tuple[Dump, TrainConfig]], versions: Mapping[int, Path | None], scratch: Path
 ) -> list[RunStep]:
-    """Dumped steps with their weights, written to `scratch`: the newest ones that say the same of both sides.
+    """Dumped steps with their weights, written to `scratch`: those that say the same of both sides as the last.
 
     Raises StartError if no checkpoint has the weights that sampled them, or a checkpoint is damaged.
     """
@@ -79,7 +77,7 @@ def steps_of_run(
             f"after {there}. Leave step= out: other steps are judged then, or one more that the run takes from its "
             "newest checkpoint. Or set checkpoint.every=1 for a while, or name the weights: model=<directory>"
         )
-    found = [_run_step(dump, config, versions, scratch) for dump, config in known[-MOST_STEPS:]]
+    found = [_run_step(dump, config, versions, scratch) for dump, config in known]
     return [
         each for each in found if settings_of(each.bundle.metadata, {}) == settings_of(found[-1].bundle.metadata, {})
     ]
