@@ -72,6 +72,11 @@ def test_other_norms_are_left_alone() -> None:
             rate = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
             return (self.weight.float() * wide * rate).to(hidden_states.dtype)
 
+    class Gated(LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+            normed = super().forward(hidden_states)
+            return normed if gate is None else normed * gate
+
     assert is_plain_norm(LlamaRMSNorm(64).to("meta"))
-    for other in (GemmaRMSNorm(64), Wide(64), nn.LayerNorm(64), nn.RMSNorm(64), nn.Linear(4, 4)):
+    for other in (GemmaRMSNorm(64), Wide(64), Gated(64), nn.LayerNorm(64), nn.RMSNorm(64), nn.Linear(4, 4)):
         assert not is_plain_norm(other), other
