@@ -222,7 +222,7 @@ _MATHS = re.compile(r"([^$]*)\$([^$]+)\$([^$]*)")
 _MEANS = re.compile(r"[0-9<>√≤≥≠±/]|\b(?:not|minus|negative|or)\b")
 """What in the text around $...$ belongs to the answer."""
 _TWO_NUMBERS = re.compile(r"[0-9],\s+[0-9]")
-_THOUSANDS_APART = re.compile(r"(?<![0-9])[0-9]{1,3}(?: [0-9]{3})+(?![0-9/])")
+_THOUSANDS_APART = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| ?/| [0-9]{3}(?![0-9]))")
 _LOOSE_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
 """Every space but those between two numbers: 2 3/4 is not 23/4."""
 _UNIT_POWER = re.compile(r"\^\{?[23]\}?")

@@ -217,7 +217,7 @@ def _compose(
     for override in overrides:
         if override.key_or_group not in GROUPS:
             change(root, override)
-    root.run.recipe = escaped(recipe_name(recipe))
+    OmegaConf.update(root, "run.recipe", escaped(recipe_name(recipe)))
     for group in (name for name in GROUPS if name in unneeded and choices.get(name) == _stand_in(name)):
         root[group] = plain_values([*GROUPS[group].values()][-1])
     return root, list(defaults), parts

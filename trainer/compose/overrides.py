@@ -206,6 +206,9 @@ def _refused(word: str, error: HydraException) -> Problem:
 
 def _without_effect(override: Override, word: str, *, multirun: bool) -> Problem | None:
     key, value = override.key_or_group, word.partition("=")[2]
+    if override.package is not None or (override.is_delete() and key not in GROUPS and "=" in word):
+        said = f"~{key}" if override.is_delete() else f"{key}={value}"
+        return Problem(key=key, rule="has a part without effect", value=word, remedy=f"Write {said}.")
     if key == "run.recipe":
         return Problem(key=key, rule="is set by the command line", value=value, remedy="Remove it.")
     if override.is_hydra_override() and word.partition("=")[0] != SWEEP_DIR:

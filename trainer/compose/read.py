@@ -24,6 +24,7 @@ from algorithms.config.home import path_fields
 from algorithms.config.rules import default_text
 from rollout.processes.custom_class import finish
 from rollout.processes.custom_code import function_problem, similar_custom
+from rollout.processes.secret_names import is_secret_name
 from rollout.rewards import RULES
 from trainer.compose import keys
 from trainer.compose.choices import convertible, custom_kind, holds_list, own_choice, own_class, plain_values
@@ -145,7 +146,8 @@ def _value(
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         name = reason.removeprefix("Interpolation key '").removesuffix("' not found")
-        remedy = f"${{oc.env:{name}}} reads the variable of the environment." if name in os.environ else ""
+        is_public = name in os.environ and not is_secret_name(name)
+        remedy = f"${{oc.env:{name}}} reads the variable of the environment." if is_public else ""
         rule = f"cannot be resolved ({reason})"
         found.append(Problem(key=key, rule=rule, value=_plain(values, spec.name), remedy=remedy))
         return default
@@ -193,9 +195,9 @@ def _own(value: object, base: type[Custom], path: list[str], found: list[Problem
         found.append(Problem(key=key, rule=str(error), value=choice[0], remedy=remedy))
         return None
     node = OmegaConf.merge(plain_values(kind), escaped(choice[1]))
-    expand_homes(OmegaConf.create({key: node}), {key: kind})
-    before = len(found)
-    made = read_section(kind, node, path, {}, found)
+    before, holder = len(found), OmegaConf.create({key: node})  # which holds a copy
+    found += expand_homes(holder, {key: kind})
+    made = read_section(kind, holder[key], path, {}, found)
     if len(found) == before and (rule := finish(made)):
         found.append(Problem(key=key, rule=rule, value=choice[0]))
     return made
