@@ -9,8 +9,7 @@ dy). Values stay those of transformers, to the bit; dx is rounded once more than
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +27,8 @@ def use_fused_norms(model: nn.Module) -> None:
     """
     for module in model.modules():
         if is_plain_norm(module):
-            module.forward = partial(_forward, module, module.forward)
+            kind: Any = type(module)
+            module.__class__ = _fused(kind)
 
 
 def is_plain_norm(module: nn.Module) -> bool:
@@ -45,12 +45,18 @@ def is_plain_norm(module: nn.Module) -> bool:
         return torch.equal(found, _RMSNorm.apply(states, weight, epsilon))
 
 
-def _forward(module: nn.Module, usual: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    weight: Any = module.weight
-    if states.device.type != "cpu" or states.dtype != weight.dtype or torch.compiler.is_compiling():
-        return usual(states)
-    found: Tensor = _RMSNorm.apply(states, weight, module.variance_epsilon)
-    return found
+@cache
+def _fused(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class `kind` with this backward pass. One class for all norms of a kind: torch.compile then has one graph."""
+
+    def forward(self: Any, states: Tensor) -> Tensor:
+        if states.device.type != "cpu" or states.dtype != self.weight.dtype or torch.compiler.is_compiling():
+            usual: Tensor = kind.forward(self, states)
+            return usual
+        found: Tensor = _RMSNorm.apply(states, self.weight, self.variance_epsilon)
+        return found
+
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 class _RMSNorm(torch.autograd.Function):
