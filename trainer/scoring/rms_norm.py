@@ -34,9 +34,9 @@ def use_fused_norms(model: nn.Module) -> None:
 def is_plain_norm(module: nn.Module) -> bool:
     """True if `module` computes y, in float32 with n rounded to the type of x, as most models of transformers do."""
     parameters, epsilon = dict(module.named_parameters()), getattr(module, "variance_epsilon", None)
-    if len(inspect.signature(module.forward).parameters) != 1:  # with a gate
-        return False
     if list(parameters) != ["weight"] or parameters["weight"].ndim != 1 or epsilon is None:
+        return False
+    if len(inspect.signature(module.forward).parameters) != 1:  # with a gate
         return False
     drawn = torch.randn(TRIED_ROWS + 1, len(parameters["weight"]), generator=torch.Generator().manual_seed(0))
     weight, states = drawn[0].bfloat16(), drawn[1:].bfloat16()
