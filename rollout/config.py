@@ -6,6 +6,7 @@ depends on the engine.
 
 from __future__ import annotations
 
+import importlib.util
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -74,6 +75,10 @@ class EngineConfig(Checked):
     """Keys of every rollout engine. `rollout=sglang`, `rollout=torch` and `rollout=vllm` choose their kind."""
 
     kind: ClassVar[str] = ""
+    package: ClassVar[str] = ""
+    """Import name of what the engine needs beside Parity's own dependencies; "" for nothing."""
+    package_remedy: ClassVar[str] = ""
+    """How it is installed, or what to use instead; without a full stop."""
     graph_bytes: ClassVar[int] = 0
     """Memory of the host that an engine takes for each of its GPUs if it sleeps, in addition to that of a process."""
     route_number_bytes: ClassVar[int] = 0
@@ -142,7 +147,10 @@ class EngineConfig(Checked):
     @classmethod
     def missing_package(cls) -> Problem | None:
         """The Problem of an engine whose package is not installed."""
-        return None
+        if not cls.package or importlib.util.find_spec(cls.package) is not None:
+            return None
+        rule = "must be an engine that is installed"
+        return Problem(key="rollout", rule=rule, value=cls.kind, remedy=f"{cls.package_remedy}.")
 
     def gpu_lacks(self, *, sleeps: bool) -> list[Lack]:
         """What an engine on a GPU of this host lacks beside torch with CUDA; `sleeps`: it has to free its memory."""

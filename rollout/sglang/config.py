@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -87,6 +86,8 @@ class SGLangConfig(EngineConfig):
     """A real SGLang server per rollout worker, over loopback HTTP."""
 
     kind: ClassVar[str] = "sglang"
+    package: ClassVar[str] = "sglang"
+    package_remedy: ClassVar[str] = SGLANG_REMEDY
     graph_bytes: ClassVar[int] = GRAPH_BYTES
     route_number_bytes: ClassVar[int] = 4
     pause_mode: PauseMode = PauseMode.retract
@@ -203,13 +204,6 @@ class SGLangConfig(EngineConfig):
                 "must be 0 with rollout=sglang and rollout.exact=true: SGLang adds an adapter with kernels of its own"
             )
             yield Problem(key="policy.lora.rank", rule=rule, value=rank, remedy="Set it, or use rollout=torch.")
-
-    @classmethod
-    def missing_package(cls) -> Problem | None:
-        if importlib.util.find_spec("sglang") is not None:
-            return None
-        rule = "must be an engine that is installed"
-        return Problem(key="rollout", rule=rule, value=cls.kind, remedy=f"{SGLANG_REMEDY}.")
 
     def gpu_lacks(self, *, sleeps: bool) -> list[Lack]:
         from rollout.sglang.cuda_host import engine_lacks

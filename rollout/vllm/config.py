@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from algorithms.config import Problem
 from algorithms.config.rules import at_least, ruled
 from rollout.config import EngineConfig, EngineUse, PauseMode, pause_problems
+from rollout.embedded.config import EmbeddedConfig
 from rollout.weights.experts import BIASED
 
 if TYPE_CHECKING:
@@ -17,30 +17,20 @@ if TYPE_CHECKING:
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's attention has on a CPU; with others it starts, and fails at the first request."""
-VLLM_REMEDY = "make setup ENGINE=vllm in the checkout, or use rollout=sglang or rollout=torch"
-"""Remedy if vLLM is not installed."""
 
 
 @dataclass(kw_only=True, slots=True)
-class VLLMConfig(EngineConfig):
+class VLLMConfig(EmbeddedConfig):
     """vLLM's own engine in the worker's process, on a CPU: no server."""
 
     kind: ClassVar[str] = "vllm"
+    package: ClassVar[str] = "vllm"
+    package_remedy: ClassVar[str] = "make setup ENGINE=vllm in the checkout, or use rollout=sglang or rollout=torch"
     route_number_bytes: ClassVar[int] = 4  # with the factor
     pause_mode: PauseMode = PauseMode.retract
     """Treatment of unfinished responses while weights are replaced. Vetted: retract."""
-    max_batch_size: int = ruled(256, at_least(1))
-    """Largest number of sequences decoded together; a waiting sequence takes the place of a finished one."""
     cache_tokens: int = ruled(65536, at_least(64, "tokens"))
     """Number of tokens whose keys and values the engine can hold; no response with its prompt may be longer."""
-
-    @property
-    def max_running(self) -> int | None:
-        return self.max_batch_size
-
-    @property
-    def returns_routes(self) -> bool:
-        return True
 
     def conflicts(self) -> Iterator[Problem]:
         if self.gpus_per_engine > 0:
@@ -55,13 +45,6 @@ class VLLMConfig(EngineConfig):
         if use.sends_adapter:
             rule = "must be true with rollout=vllm: an adapter that is sent by itself could not be verified there"
             yield Problem(key="policy.lora.merge", rule=rule, value=False, remedy="Set it.")
-
-    @classmethod
-    def missing_package(cls) -> Problem | None:
-        if importlib.util.find_spec("vllm") is not None:
-            return None
-        rule = "must be an engine that is installed"
-        return Problem(key="rollout", rule=rule, value=cls.kind, remedy=f"{VLLM_REMEDY}.")
 
     def context_length(self, model: Mapping[str, Any]) -> int | None:
         length = EngineConfig.context_length(self, model)
