@@ -65,6 +65,8 @@ def test_ray_of_a_run_lets_nobody_in_and_leaves_nothing(monkeypatch: pytest.Monk
             # No autoscaler, and nobody who reads the logs.
             words = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
             assert not [each for each in words if parent in each and "monitor.py" in each]
+            # No worker that no run can use.
+            assert [each.count("--num_prestart_python_workers=0") for each in words if "raylet/raylet" in each] == [1]
             address = ray.get_runtime_context().gcs_address
             (home / ".ray" / "auth_token").write_text("f" * 64)
             stranger = subprocess.run(

@@ -9,7 +9,6 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +38,8 @@ RAY_PARENT_BYTES = 20
 """Longest path of the directory above. A path of a socket has 107 bytes, <parent>/parity-ray-XXXXXXXX/r/
 session_<time>_<process>/sockets/plasma_store has 86 after the parent."""
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+PRESTARTED = "--num_prestart_python_workers="
+"""Argument of the raylet: workers that it starts before one is asked for."""
 
 DEATH_OF_A_WORKER = "A worker died or was killed while executing a task"
 """Begin of Ray's message about any worker that was killed, also by the run itself at its end."""
@@ -90,7 +91,7 @@ def ray_session(address: str | None) -> Iterator[None]:
             ends.callback(end_ray)
             # Ray opens its directory to every user of the machine, so it gets one below ours, which is closed.
             files = str(scratch.path / "r")
-            with _sessions_of_their_own(), _token_of_its_own(), _nothing_beside_the_node():
+            with _processes_of_our_own(), _token_of_its_own(), _nothing_beside_the_node():
                 # Without "local" Ray would follow the environment variable RAY_ADDRESS to another cluster.
                 _start_ray(address="local", include_dashboard=False, _temp_dir=files)
         yield
@@ -178,13 +179,23 @@ def _forget_token() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _sessions_of_their_own() -> AbstractContextManager[None]:
-    """Ray's processes that are started within do not hear what is sent to the driver's process group.
+def _processes_of_our_own() -> AbstractContextManager[None]:
+    """Ray's processes that are started within hear nothing that is sent to the driver's process group, and no worker is
+    started before it is asked for.
 
     A job scheduler and `timeout` send SIGTERM to the whole group: Ray would end before the running step does. It has no
     option for that, and blocks only SIGINT. Whatever the driver dies of, the kernel kills them with it.
+
+    Ray would also start one Python for each core of the machine. None of them could serve a run, because each worker of
+    a run has environment variables of its own.
     """
-    return _replaced(services, "ConsolePopen", partial(services.ConsolePopen, start_new_session=True))
+    popen = services.ConsolePopen
+
+    def start(command: list[str], *args: Any, **options: Any) -> object:
+        none = [PRESTARTED + "0" if word.startswith(PRESTARTED) else word for word in command]
+        return popen(none, *args, **options, start_new_session=True)
+
+    return _replaced(services, "ConsolePopen", start)
 
 
 @contextmanager
