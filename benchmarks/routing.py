@@ -40,7 +40,7 @@ from trainer.config.training import ArithmeticModelConfig
 from trainer.models.base_model import build_base_model
 from trainer.policy.model import decoder_layers, load_causal_lm
 from trainer.scoring.forward import ScoringModel
-from trainer.scoring.routing import make_replayable
+from trainer.scoring.routing_replay import make_replayable
 
 FORMATS = (Quantization.none, Quantization.int8, Quantization.fp8)
 NUM_EXPERTS = 16

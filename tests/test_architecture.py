@@ -120,7 +120,7 @@ LIGHT_MODULES = (
     "trainer",
     "trainer.api",
     "trainer.cli.commands",
-    "trainer.compose.outcome",
+    "trainer.ending.exit_codes",
     "trainer.__main__",
 )
 HEAVY_MODULES = ("torch", "ray", "sglang", "vllm", "transformers", "datasets", "wandb")

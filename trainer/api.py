@@ -27,11 +27,10 @@ from trainer.cli.parsers import BEST
 from trainer.cli.resume import recorded_recipe, resolve_start, resume_words
 from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import resolve
-from trainer.compose.outcome import DONE, INTERRUPTED
 from trainer.compose.overrides import directory_override, override_words
 from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
-from trainer.ending.termination import GO_ON, STOPPED_BY_GUARD
+from trainer.ending.exit_codes import DONE, GO_ON, INTERRUPTED, STOPPED_BY_GUARD
 from trainer.rundir.rows import POLL_S, follow_rows, read_rows
 from trainer.rundir.run_dir import (
     CONFIG_FILE,

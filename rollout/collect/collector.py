@@ -52,7 +52,7 @@ class CollectPlan:
     stop_token_ids: tuple[int, ...]
     min_group_size: int
     """Minimum of valid samples for a group to be trained on: 2 where the group is the baseline."""
-    max_lag_steps: int = 0
+    max_staleness: int = 0
     """Maximum lag, in steps, of the weights that sampled a token behind the weights at the start of the step."""
     unfinished: UnfinishedGroups = UnfinishedGroups.drop
     routes: Routing = Routing.live
@@ -160,7 +160,7 @@ class Collector:
 
     def collect(self, step: int, policy_version: int) -> Collected:
         """The groups of `step`. `policy_version` is that of the weights of trainer and engines when it starts."""
-        oldest_step = step - self._plan.max_lag_steps
+        oldest_step = step - self._plan.max_staleness
         self._versions = {k: v for k, v in self._versions.items() if k >= oldest_step} | {step: policy_version}
         self.finish(step, policy_version)
         stats, self._stats, self._kept = self._stats, CollectStats(), []
@@ -207,7 +207,7 @@ class Collector:
             state["groups"],
             prompt=self._prompts.prompt,
             request=self._request,
-            keeps_tokens=self._plan.max_lag_steps > 0
+            keeps_tokens=self._plan.max_staleness > 0
             and sampled == (self._sampling.temperature, self._sampling.truncation),
             group_size=self._plan.group_size,
         )
@@ -295,7 +295,7 @@ class Collector:
     def _is_too_old(self, group: PendingGroup, step: int) -> bool:
         """True if `group` has a token of older weights than `step` may train on."""
         oldest, known = group.oldest_version, self._versions.values()
-        allowed = self._versions.get(step - self._plan.max_lag_steps, min(known, default=0))
+        allowed = self._versions.get(step - self._plan.max_staleness, min(known, default=0))
         return oldest is not None and oldest < allowed
 
     def _drop(self, group: PendingGroup, reason: DropReason) -> None:

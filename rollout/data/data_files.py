@@ -31,9 +31,9 @@ import numpy as np
 from algorithms.config import Problem
 from rollout.data.word_problems import NAME as WORD_PROBLEMS
 from rollout.data.word_problems import word_problems
-from rollout.processes.custom_code import own_line
 from rollout.similar_file import PACKED
 from rollout.task_config import HUB_SOURCE, SUFFIXES, CustomData, FileDataConfig, is_pattern, is_saved, matching_files
+from rollout.user_code.custom_code import own_line
 
 BATCH_ROWS = 1000
 LARGEST_INT = 2**63 - 1

@@ -12,7 +12,7 @@ import orjson
 
 from rollout.episodes.episode import Episode, EpisodeError, Vocabulary, check_rollout_fn
 from rollout.episodes.tools import ROLLOUTS
-from rollout.processes.custom_code import is_custom, load_function
+from rollout.user_code.custom_code import is_custom, load_function
 from rollout.user_code.serving import Ask, Overlapping, Reply, serve
 
 

@@ -10,8 +10,8 @@ from algorithms.config.home import PathText
 from algorithms.config.rules import above, at_least, ruled
 from rollout.config import CollectConfig
 from rollout.episodes.tools import ROLLOUTS
-from rollout.processes.custom_code import function_problem, is_custom, similar_custom
 from rollout.task_config import CallsConfig
+from rollout.user_code.custom_code import function_problem, is_custom, similar_custom
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,9 +14,9 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.engine import EngineError
-from rollout.processes.custom_code import own_line
 from rollout.processes.process_marks import ProcessMark, kill_processes
 from rollout.types import SharedWeights
+from rollout.user_code.custom_code import own_line
 from rollout.weights.shared_weights import copy_of
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""Processes beside a worker: children that may hang or crash, user code, process marks, memory and clocks."""
+"""Processes beside a worker: children that may hang or crash, process marks, memory and clocks."""

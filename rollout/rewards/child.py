@@ -8,9 +8,9 @@ from typing import Any
 import orjson
 
 from rollout.processes.child_process import described
-from rollout.processes.custom_code import is_custom
 from rollout.rewards.answer_rules import RULES, RewardRule
 from rollout.rewards.custom import load_custom
+from rollout.user_code.custom_code import is_custom
 from rollout.user_code.serving import Blocking, Overlapping, Reply, serve
 
 

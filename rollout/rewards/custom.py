@@ -26,7 +26,7 @@ from typing import Any
 
 from rollout.data.data_files import plain_text
 from rollout.processes.child_process import described
-from rollout.processes.custom_code import load_function
+from rollout.user_code.custom_code import load_function
 from rollout.user_code.serving import Ask, Blocking, Overlapping, Reply
 
 ONE = {"response": "response", "raw_response": "raw_response", "answer": "answer", "prompt": "prompt", "row": "row"}

@@ -10,10 +10,10 @@ from functools import cache
 from algorithms.config import Problem
 from rollout.data.data_files import DataError
 from rollout.data.file_prompts import Judgement
-from rollout.processes.custom_code import is_custom
 from rollout.rewards.answer_rules import RULES, RewardRule
 from rollout.rewards.workers import is_correct, judged
 from rollout.task_config import RewardConfig
+from rollout.user_code.custom_code import is_custom
 from rollout.user_code.pool import Failure, Outcome, UserCodeError
 
 _READABLE = re.compile(r"-?(?:[0-9]{1,15}(?:\.[0-9]{1,15})?|\\[dt]?frac\{[0-9]{1,15}\}\{[1-9][0-9]{0,14}\})")

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.data.data_files import plain_text
-from rollout.processes.custom_code import function_problem, is_custom
 from rollout.rewards.answer_rules import RULES
 from rollout.rewards.votes import Vote, merged_votes
 from rollout.rewards.workers import POLL_S, Judgment, judged, reward_pool
 from rollout.task_config import RewardConfig, most_failed
 from rollout.types import Prompt, Sample, SampleGroup
+from rollout.user_code.custom_code import function_problem, is_custom
 from rollout.user_code.pool import Ended, Failure, Outcome, Repeated, UserCodeError
 
 LISTED_ERRORS = 5

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from rollout.config import Routing
 from rollout.embedded.drawing import float32_log_softmax
 from rollout.exact.layers import log_softmax
-from rollout.model.routing import routers
+from rollout.model.router_tap import routers
 from rollout.routes import Numbers, Weights, narrowed
 from rollout.torch.exact_cache import ExactPrefill, ExactStep
 from rollout.torch.kv_cache import KVSlots, Prefill, Step

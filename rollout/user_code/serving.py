@@ -29,7 +29,7 @@ from typing import IO, Any, ClassVar
 import orjson
 
 from rollout.processes.child_process import MAX_LINE_BYTES, Pipes, become_child, described
-from rollout.processes.custom_code import FOREIGN, is_async_function, own_files
+from rollout.user_code.custom_code import FOREIGN, is_async_function, own_files
 from rollout.user_code.mark import NOBODY, Mark
 
 Reply = dict[str, Any]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from runs import QUICK, column, compose, metrics_of
 
-from trainer.ending.termination import STOPPED_BY_GUARD, StoppedByGuard
+from trainer.ending.exit_codes import STOPPED_BY_GUARD
+from trainer.ending.termination import StoppedByGuard
 from trainer.run.loop import train
 from trainer.rundir.checkpoint import newest_checkpoint
 

@@ -40,7 +40,7 @@ def check_accounts(config: TrainConfig, rows: list[dict[str, Any]]) -> None:
     assert column(rows, "step") == [1, 2, 3, 4, 5]
     assert column(rows, "rollout/groups_kept") == [8] * 5
     assert column(rows, "rollout/policy_version") == [0, updates, 2 * updates, 3 * updates, 4 * updates]
-    assert all(0 <= lag <= config.max_lag_steps * updates for lag in column(rows, "rollout/lag_max"))
+    assert all(0 <= lag <= config.max_staleness * updates for lag in column(rows, "rollout/lag_max"))
     assert sum(column(rows, "rollout/wasted_tokens")) == 0
     assert all(0 <= share <= 1 for share in column(rows, "perf/overlap_frac"))
     if config.schedule.steps_ahead:

@@ -12,7 +12,7 @@ import pytest
 from asked_run import Asked
 
 from trainer.cli.commands import run as run_command
-from trainer.ending.termination import GO_ON
+from trainer.ending.exit_codes import GO_ON
 from trainer.ending.time_limit import MARGIN_S
 
 

@@ -119,7 +119,7 @@ def test_a_stall_is_reported_with_the_stacks_and_the_suspect_and_the_run_goes_on
         assert policy.load_checkpoint(tmp_path, step=1)
     [line] = said
     assert line.startswith("watchdog: no rank and no engine has answered for 2 s. The driver at ")
-    assert "waits for policy 1 at trainer/policy/shards.py:" in line
+    assert "waits for policy 1 at trainer/policy/checkpoint_shards.py:" in line
     assert line.endswith("A longer silence than 4 s ends the run.")
     names = [title.split(" (")[0].removeprefix("==== ") for title in title_lines(file)[1:]]
     assert names == ["policy 0", "policy 1", "engine 0", "driver"]

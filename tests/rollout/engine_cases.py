@@ -8,7 +8,7 @@ from pathlib import Path
 from rollout.config import CustomEngine, DType
 from rollout.engine import Engine, EngineSetup
 from rollout.group.engines import ENGINES
-from rollout.processes.custom_class import load_class
+from rollout.user_code.custom_class import load_class
 
 OWN = {
     "toy": f"{Path(__file__).parent / 'toy_engine.py'}:ToyEngine",

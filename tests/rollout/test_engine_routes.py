@@ -20,7 +20,7 @@ from torch import Tensor
 from rollout.config import DType, Routing
 from rollout.engine import Engine, EngineNeeds, EngineSetup
 from rollout.group.engines import ENGINES
-from rollout.model.routing import routers
+from rollout.model.router_tap import routers
 from rollout.sglang.replies import ReplyError, routes_of
 from rollout.types import FinishReason, GenerateRequest, Generation
 from rollout.weights.experts import Mixture

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from algorithms.config import Problem
-from rollout.processes.custom_code import similar_custom
 from rollout.similar_file import similar_directory, similar_file
 from rollout.task_config import SUFFIXES
+from rollout.user_code.custom_code import similar_custom
 from trainer.cli.commands import run
 from trainer.start.task_check import find_model
 

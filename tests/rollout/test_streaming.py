@@ -40,7 +40,7 @@ PARTIAL = FixedCollectConfig(over_sampling=1.5, partial=True)
 
 
 def make(
-    sampler, collect, *, num_prompts=6, max_lag_steps=0, unfinished=UnfinishedGroups.drop, scorer=None, **sampling
+    sampler, collect, *, num_prompts=6, max_staleness=0, unfinished=UnfinishedGroups.drop, scorer=None, **sampling
 ):
     prompts = PromptStream(make_prompts(), seed=0)
     if scorer is None:
@@ -57,15 +57,15 @@ def make(
             seed=0,
             stop_token_ids=(1, 7),
             min_group_size=2,
-            max_lag_steps=max_lag_steps,
+            max_staleness=max_staleness,
             unfinished=unfinished,
         ),
     )
     return collector, prompts
 
 
-def partial(sampler, *, max_lag_steps=1, **options):
-    return make(sampler, PARTIAL, max_lag_steps=max_lag_steps, unfinished=UnfinishedGroups.resume, **options)
+def partial(sampler, *, max_staleness=1, **options):
+    return make(sampler, PARTIAL, max_staleness=max_staleness, unfinished=UnfinishedGroups.resume, **options)
 
 
 ORDERS = {"as submitted": min, "backwards": max, "at random": random.Random(0).choice}
@@ -315,7 +315,7 @@ def test_a_checkpoint_keeps_what_is_left_over(engine, gives_up, sampling):  # no
     assert run(interrupted=True) == run(interrupted=False)
 
 
-@pytest.mark.parametrize("change", [{"temperature": 0.7}, {"top_p": 0.8}, {"max_lag_steps": 0}])
+@pytest.mark.parametrize("change", [{"temperature": 0.7}, {"top_p": 0.8}, {"max_staleness": 0}])
 def test_leftovers_of_another_config_begin_again(engine, change):  # noqa: F811
     sampler = Shuffled(engine, min)
     collector, prompts = partial(sampler)
@@ -364,7 +364,7 @@ class WithTools(Shuffled):
 
 def test_a_checkpoint_keeps_which_tokens_a_tool_wrote(engine):  # noqa: F811
     def begin():
-        return make(WithTools(engine, min), FixedCollectConfig(), max_lag_steps=1, unfinished=UnfinishedGroups.run)
+        return make(WithTools(engine, min), FixedCollectConfig(), max_staleness=1, unfinished=UnfinishedGroups.run)
 
     collector, prompts = begin()
     collector.collect(1, 0)
@@ -380,7 +380,7 @@ def test_a_checkpoint_keeps_which_tokens_a_tool_wrote(engine):  # noqa: F811
 
 def test_a_step_sampled_ahead_has_the_weights_it_began_with(engine):  # noqa: F811
     sampler = Shuffled(engine, min)
-    collector, prompts = make(sampler, DynamicCollectConfig(max_rounds=20), max_lag_steps=1)
+    collector, prompts = make(sampler, DynamicCollectConfig(max_rounds=20), max_staleness=1)
     versions = [0, 1, 2, 3]
     lags = []
     for step, version in enumerate(versions, start=1):
@@ -396,7 +396,7 @@ def test_a_step_sampled_ahead_has_the_weights_it_began_with(engine):  # noqa: F8
     # A checkpoint holds the step that is collected and not yet trained.
     state = json.loads(json.dumps(collector.state_dict()))
     expected = collector.collect(5, 4).groups
-    again, _ = make(sampler, DynamicCollectConfig(max_rounds=20), max_lag_steps=1)
+    again, _ = make(sampler, DynamicCollectConfig(max_rounds=20), max_staleness=1)
     again._prompts.load_state_dict(prompts.state_dict())
     again.load_state_dict(state)
     asked = len(sampler.asked)
@@ -407,7 +407,7 @@ def test_a_step_sampled_ahead_has_the_weights_it_began_with(engine):  # noqa: F8
 def run_ahead(engine, *, steps, max_staleness):  # noqa: F811
     sampler = Shuffled(engine, random.Random(3).choice)
     config = FixedCollectConfig()
-    collector, _ = make(sampler, config, max_lag_steps=max_staleness, unfinished=UnfinishedGroups.run)
+    collector, _ = make(sampler, config, max_staleness=max_staleness, unfinished=UnfinishedGroups.run)
     collected = []
     for step in range(1, steps + 1):
         collected.append(collector.collect(step, step - 1))
@@ -436,7 +436,7 @@ def test_the_order_of_completion_runs_into_the_bound_of_staleness(engine):  # no
 
     sampler = Shuffled(engine, order)
     config = FixedCollectConfig(order=CollectOrder.completion)
-    collector, _ = make(sampler, config, max_lag_steps=1, unfinished=UnfinishedGroups.run, num_prompts=2)
+    collector, _ = make(sampler, config, max_staleness=1, unfinished=UnfinishedGroups.run, num_prompts=2)
     dropped = 0
     for step in range(1, 7):
         stats = collector.collect(step, step - 1).stats
@@ -450,13 +450,13 @@ def test_the_order_of_completion_runs_into_the_bound_of_staleness(engine):  # no
 
 def test_what_the_engines_have_is_asked_again_after_a_restart(engine):  # noqa: F811
     sampler = Shuffled(engine, min)
-    collector, prompts = make(sampler, FixedCollectConfig(), max_lag_steps=1, unfinished=UnfinishedGroups.run)
+    collector, prompts = make(sampler, FixedCollectConfig(), max_staleness=1, unfinished=UnfinishedGroups.run)
     collector.collect(1, 0)
     collector.start(2, 0)
     state = json.loads(json.dumps([collector.state_dict(), prompts.state_dict()]))
     fresh = Shuffled(engine, min)
     fresh.version = 1
-    again, stream = make(fresh, FixedCollectConfig(), max_lag_steps=1, unfinished=UnfinishedGroups.run)
+    again, stream = make(fresh, FixedCollectConfig(), max_staleness=1, unfinished=UnfinishedGroups.run)
     stream.load_state_dict(state[1])
     again.load_state_dict(state[0])
     collected = again.collect(2, 1)
@@ -478,7 +478,7 @@ def test_aborted_responses_must_come_back(engine):  # noqa: F811
     sampler = Deaf(engine, min)
     sampler.abort_timeout_s = 0.05
     sampler.wanted = 6 * GROUP_SIZE
-    collector, _ = make(sampler, PARTIAL, max_lag_steps=1, unfinished=UnfinishedGroups.resume)
+    collector, _ = make(sampler, PARTIAL, max_staleness=1, unfinished=UnfinishedGroups.resume)
     with pytest.raises(RuntimeError, match=r"step 1: 9 of 9 aborted responses did not come back within"):
         collector.collect(1, 0)
 

@@ -110,7 +110,7 @@ def write_tiny_model(
 
 def experts_chosen(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     """[T, L, K] the experts of every token in every layer of a mixture, in one forward of transformers."""
-    from rollout.model.routing import RouterTap
+    from rollout.model.router_tap import RouterTap
     from rollout.weights.experts import mixture_of
 
     chosen: list[torch.Tensor] = []

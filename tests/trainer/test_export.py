@@ -39,8 +39,8 @@ from rollout.weights.packed_weights import stored_state
 from trainer.config.outputs import CheckpointConfig, EvalConfig
 from trainer.config.train import TrainConfig
 from trainer.models.export import MAX_SHARD_BYTES, write_model
+from trainer.policy.checkpoint_shards import load_shards
 from trainer.policy.model import full_tensors, load_causal_lm
-from trainer.policy.shards import load_shards
 from trainer.run.evaluation import evaluate_model
 from trainer.rundir.checkpoint import (
     POLICY,

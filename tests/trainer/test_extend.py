@@ -23,9 +23,9 @@ from algorithms.objective import objective
 from rollout.config import DynamicCollectConfig
 from rollout.data.data_files import rows_of
 from rollout.data.dataset import PromptStream
-from rollout.processes.custom_class import class_files, own_choices
-from rollout.processes.custom_code import code_digest, own_line
 from rollout.types import Prompt
+from rollout.user_code.custom_class import class_files, own_choices
+from rollout.user_code.custom_code import code_digest, own_line
 from trainer.cli.evaluate import UNREAD
 from trainer.cli.export import NOT_EXPORTED
 from trainer.compose.compose import resolve

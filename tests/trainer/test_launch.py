@@ -21,7 +21,8 @@ import trainer.cli.job as job
 from rollout.engine import EngineError
 from trainer.cli.commands import run
 from trainer.config.train import TrainConfig
-from trainer.ending.termination import GO_ON, RunTerminated
+from trainer.ending.exit_codes import GO_ON
+from trainer.ending.termination import RunTerminated
 from trainer.ending.time_limit import OutOfTime
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import StartError

@@ -45,9 +45,9 @@ from trainer.limits.floors import GroupLengths, training_flops
 from trainer.limits.model_shape import SMOLLM2, described_shapes, shape_of
 from trainer.models.adapter import AdapterFacts, read_adapter
 from trainer.models.export import write_adapter, write_merged, write_model
+from trainer.policy.checkpoint_reader import DataReader
 from trainer.policy.lora import NoAdapterError
 from trainer.policy.model import full_tensors, tensor_shapes
-from trainer.policy.shard_reader import DataReader
 from trainer.policy.worker import PolicyWorker
 from trainer.rundir.checkpoint import (
     POLICY,

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
 from trainer.config.train import TrainConfig
+from trainer.policy.optimizer import BACKOFF, GROWTH, GROWTH_INTERVAL, INITIAL_SCALE, LossScale
 from trainer.policy.train_report import RankReport
-from trainer.policy.trainable import BACKOFF, GROWTH, GROWTH_INTERVAL, INITIAL_SCALE, LossScale
 from trainer.policy.worker import PolicyWorker
 
 

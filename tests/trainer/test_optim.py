@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer.config.training import LRSchedule, OptimConfig
-from trainer.policy.trainable import build_optimizer, clip_gradients, learning_rate
+from trainer.policy.optimizer import build_optimizer, clip_gradients, learning_rate
 
 
 def test_warm_up_counts_rollout_steps() -> None:

@@ -14,7 +14,7 @@ from routing_ranks import gradient_of_ranks
 from tiny_model import BIASED, EXPERTS_PER_TOKEN, MIXTURES, NUM_EXPERTS, VOCAB_SIZE, write_tiny_model
 from torch import Tensor
 
-from rollout.model.routing import RouterTap
+from rollout.model.router_tap import RouterTap
 from rollout.routes import Routes
 from rollout.types import FinishReason, Sample
 from rollout.weights.experts import Mixture
@@ -22,7 +22,7 @@ from trainer.batch.packing import chosen_sequences, micro_batch
 from trainer.batch.train_batch import MicroBatch
 from trainer.policy.model import checkpoint_activations, decoder_layers, load_causal_lm
 from trainer.scoring.forward import ScoringModel
-from trainer.scoring.routing import make_replayable
+from trainer.scoring.routing_replay import make_replayable
 
 MIXTURE = Mixture(NUM_EXPERTS, EXPERTS_PER_TOKEN)
 NUM_LAYERS = 2

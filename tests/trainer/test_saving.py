@@ -26,9 +26,9 @@ from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.outputs import CheckpointConfig
 from trainer.ending.termination import Termination
 from trainer.ending.time_limit import TimeLimit
-from trainer.policy import shards
+from trainer.policy import checkpoint_shards
+from trainer.policy.checkpoint_shards import ShardReport, file_shares
 from trainer.policy.host_copy import local_part
-from trainer.policy.shards import ShardReport, file_shares
 from trainer.policy.worker import PolicyWorker
 from trainer.run.guard import Guard
 from trainer.run.saving import MAX_CONSECUTIVE_FAILURES, Ending, Saver
@@ -144,7 +144,7 @@ def test_copies_of_saves_in_the_background_lie_in_the_same_memory(
 ) -> None:
     """As on a GPU, but for the pinning; and the second save has the weights of its own time."""
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    monkeypatch.setattr(shards, "kept_stager", lambda device: stager)
+    monkeypatch.setattr(checkpoint_shards, "kept_stager", lambda device: stager)
     copies: list[set[int]] = []
     stage = stager.stage
 

@@ -15,12 +15,12 @@ from rollout.sglang.config import SGLangConfig
 from trainer.config.schedule import (
     BoundedScheduleConfig,
     OneStepOffScheduleConfig,
-    RolloutSchedule,
     ScheduleConfig,
     SyncScheduleConfig,
 )
 from trainer.config.train import TrainConfig
 from trainer.config.training import Residency
+from trainer.run.schedule import RolloutSchedule
 
 PARTIAL = FixedCollectConfig(partial=True, over_sampling=1.5)
 
@@ -79,7 +79,7 @@ def test_bounded_fills_the_queue_up_to_its_bound_and_to_the_end_of_the_run() -> 
     ],
 )
 def test_the_bound_of_staleness(tmp_path: Path, schedule: ScheduleConfig, collect: CollectConfig, lag: int) -> None:
-    assert replace(make_config(tmp_path), schedule=schedule, collect=collect).max_lag_steps == lag
+    assert replace(make_config(tmp_path), schedule=schedule, collect=collect).max_staleness == lag
 
 
 def shared(config: TrainConfig, residency: Residency) -> TrainConfig:
@@ -104,7 +104,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, schedule: ScheduleConfig
 
 def test_unfinished_responses_must_outlive_an_update_in_flight(tmp_path: Path) -> None:
     aborting = replace(make_config(tmp_path), rollout=SGLangConfig(pause_mode=PauseMode.abort))
-    assert replace(aborting, schedule=OneStepOffScheduleConfig()).max_lag_steps == 1  # it has none
+    assert replace(aborting, schedule=OneStepOffScheduleConfig()).max_staleness == 1  # it has none
     with pytest.raises(ConfigError, match=r"rollout\.pause_mode must be retract or in_place with schedule=bounded"):
         replace(aborting, schedule=BoundedScheduleConfig())
 
@@ -114,8 +114,8 @@ def test_the_order_of_completion_needs_something_to_choose_from(tmp_path: Path) 
     completion = FixedCollectConfig(order=CollectOrder.completion)
     with pytest.raises(ConfigError, match=r"collect\.order has no effect with collect\.over_sampling=1"):
         replace(config, collect=completion)
-    assert replace(config, collect=completion, schedule=BoundedScheduleConfig()).max_lag_steps == 1
-    assert replace(config, collect=replace(completion, over_sampling=2.0)).max_lag_steps == 0
+    assert replace(config, collect=completion, schedule=BoundedScheduleConfig()).max_staleness == 1
+    assert replace(config, collect=replace(completion, over_sampling=2.0)).max_staleness == 0
 
 
 def test_staleness_is_at_least_a_step() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import trainer.study.run as study_run
 from trainer.cli.commands import run
-from trainer.ending.termination import GO_ON
+from trainer.ending.exit_codes import GO_ON
 from trainer.limits.machine import Machine
 from trainer.rundir.provenance import config_document
 from trainer.rundir.run_dir import lock_directory, logged_step

@@ -191,7 +191,7 @@ class TokenScores(NamedTuple):
     floor_delta: Tensor | None
     """[F] float64, log-prob with the engine's head arithmetic minus the exact one, on the same hidden states."""
     route_counts: Tensor | None = None
-    """[4] float64, see `Replay.counts` in trainer/scoring/routing.py; None without routes."""
+    """[4] float64, see `Replay.counts` in trainer/scoring/routing_replay.py; None without routes."""
 
 
 class FewScores(NamedTuple):

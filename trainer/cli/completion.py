@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from algorithms.config.rules import describe
 from trainer.cli.parsers import COMPLETION, PARSERS
 from trainer.compose.catalog import recipe_files
-from trainer.compose.outcome import DONE, refuse
 from trainer.config.paths import recipe_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
+from trainer.ending.exit_codes import DONE, refuse
 from trainer.text.plain import to_stdout
 
 LINE = "COMP_LINE"

@@ -21,9 +21,9 @@ from algorithms.config.home import from_home
 from rollout.config import DType, Quantization
 from trainer.cli.step_source import StepWords, read_words, recorded, show
 from trainer.cli.tables import rows_text
-from trainer.compose.outcome import DONE, report
 from trainer.compose.overrides import override_words
 from trainer.config.outputs import CHECKPOINTS, DUMPS
+from trainer.ending.exit_codes import DONE, report
 from trainer.rundir.checkpoint import known_versions
 from trainer.rundir.dump import DumpError, dumped_steps, open_dump, way_to_a_dump
 from trainer.rundir.run_dir import CONFIG_FILE

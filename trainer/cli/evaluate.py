@@ -18,9 +18,9 @@ from trainer.cli.parsers import BEST
 from trainer.cli.tables import rows_text
 from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import Resolution, resolve
-from trainer.compose.outcome import DONE, refuse, report
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
+from trainer.ending.exit_codes import DONE, refuse, report
 from trainer.ending.termination import RunTerminated, termination_requests
 from trainer.limits.adapter_shape import linear_shapes
 from trainer.limits.model_shape import UnknownShapeError

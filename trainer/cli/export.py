@@ -10,9 +10,9 @@ from algorithms.config import NOT_SET, Problem
 from algorithms.config.home import from_home
 from trainer.cli.parsers import ADAPTER, BEST, PARSERS
 from trainer.compose.compose import resolve
-from trainer.compose.outcome import DONE, FAILED, refuse, report
 from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
+from trainer.ending.exit_codes import DONE, FAILED, refuse, report
 from trainer.rundir.checkpoint import CheckpointError, checkpoint_at, chosen_checkpoint
 from trainer.rundir.resume import lora_of
 from trainer.rundir.run_dir import CONFIG_FILE, StartError, runs_inside, unusable_problem

@@ -20,9 +20,9 @@ from rollout.task_config import FileDataConfig
 from trainer.cli.report import COMPARISON
 from trainer.cli.sweep import COMMAND, Ended, begun_directories, compare
 from trainer.compose.compose import Resolution
-from trainer.compose.outcome import DONE, FAILED, REFUSED, report
 from trainer.config.train import TrainConfig
-from trainer.ending.termination import GO_ON, RunTerminated, termination_requests
+from trainer.ending.exit_codes import DONE, FAILED, GO_ON, REFUSED, report
+from trainer.ending.termination import RunTerminated, termination_requests
 from trainer.ending.time_limit import job_variable
 from trainer.rundir.resume import checkpoint_to_resume, takes_no_step
 from trainer.rundir.run_dir import StartError, how_to_go_on, make_private, newest_saved_step

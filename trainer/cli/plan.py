@@ -12,7 +12,7 @@ from pathlib import Path
 from algorithms.config.rules import as_yaml
 from algorithms.objective import objective, reference_term
 from rollout.config import Quantization
-from rollout.processes.custom_class import own_choices
+from rollout.user_code.custom_class import own_choices
 from trainer.cli.job import resume_command
 from trainer.cli.tables import labelled
 from trainer.compose.compose import Resolution
@@ -107,7 +107,7 @@ def _tracking(config: TrainConfig, run_dir: Path) -> str:
 
 def _schedule(config: TrainConfig) -> str:
     """When the engines sample, and how old a sample may be."""
-    lag = config.max_lag_steps
+    lag = config.max_staleness
     older = f", or of up to {counted(lag, 'step')} before" if lag else ""
     return f"{config.schedule.kind}: a step trains on samples of its own weights{older}"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from algorithms.config import NOT_SET
 from algorithms.config.home import from_home
 from trainer.cli.parsers import PARSERS
-from trainer.compose.outcome import DONE, refuse, report
 from trainer.compose.peer_script import read_script
 from trainer.compose.port import peer_of, ported
+from trainer.ending.exit_codes import DONE, refuse, report
 from trainer.text.plain import to_stderr, to_stdout
 
 NAME = "parity port"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from algorithms.config import NOT_SET, Problem
 from trainer.cli.step_source import StepWords, read_words, recorded, show
 from trainer.cli.tables import rows_text
-from trainer.compose.outcome import report
+from trainer.ending.exit_codes import report
 from trainer.replay.modes import all_names, name_problems, of_bundle
 from trainer.rundir.dump import way_to_a_dump
 from trainer.rundir.run_dir import unusable_problem

@@ -8,7 +8,7 @@ from pathlib import Path
 from algorithms.config import NOT_SET, Problem
 from algorithms.config.home import from_home
 from trainer.cli.parsers import PARSERS
-from trainer.compose.outcome import DONE, FAILED, report
+from trainer.ending.exit_codes import DONE, FAILED, report
 from trainer.rundir.run_dir import REPORT_FILE, runs_inside, unusable_problem
 from trainer.text.plain import to_stderr, to_stdout
 

@@ -11,9 +11,9 @@ from algorithms.config.home import from_home
 from trainer.cli.arguments import given_words, unknown_word
 from trainer.cli.parsers import PARSERS
 from trainer.compose.compose import resolve
-from trainer.compose.outcome import DONE
 from trainer.config.outputs import DUMPS
 from trainer.config.train import TrainConfig
+from trainer.ending.exit_codes import DONE
 from trainer.replay.peers.places import rank_files
 from trainer.rundir.dump import CONFIG, Dump, open_dump
 from trainer.rundir.run_dir import CONFIG_FILE, StartError, runs_inside, unusable_problem

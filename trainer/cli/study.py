@@ -18,9 +18,9 @@ from trainer.cli.arguments import parse_recipe
 from trainer.cli.plan import render_plan
 from trainer.cli.tables import labelled, rows_text
 from trainer.compose.catalog import find_recipe, recipe_name
-from trainer.compose.outcome import DONE, FAILED, refuse, report
 from trainer.compose.read import read_own_keys
-from trainer.ending.termination import GO_ON, RunTerminated
+from trainer.ending.exit_codes import DONE, FAILED, GO_ON, refuse, report
+from trainer.ending.termination import RunTerminated
 from trainer.limits.machine import this_machine
 from trainer.rundir.run_dir import RunDirectoryError, lock_directory, logged_step, release_directory, unusable_problem
 from trainer.start.checks import shared_id_problems

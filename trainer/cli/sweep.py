@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from trainer.cli.report import COMPARISON
 from trainer.cli.tables import rows_text
 from trainer.compose.compose import Resolution
-from trainer.compose.outcome import DONE
 from trainer.config.outputs import WANDB_NAME, WANDB_RUN_GROUP
+from trainer.ending.exit_codes import DONE
 from trainer.rundir.run_dir import METRICS_FILE, write_csv, write_whole
 from trainer.text.plain import to_stdout_while_read
 from trainer.text.redact import redact_argv

@@ -20,9 +20,9 @@ from trainer.cli.resume import recorded_recipe, resolve_start, resume_words
 from trainer.cli.sweep import COMMAND, place_in_wandb
 from trainer.compose.catalog import find_recipe, recipe_files
 from trainer.compose.compose import resolve, tree_text
-from trainer.compose.outcome import DONE, refuse, report
 from trainer.config.paths import recipe_dir
 from trainer.config.training import HFModelConfig
+from trainer.ending.exit_codes import DONE, refuse, report
 from trainer.limits.elsewhere import elsewhere_problems
 from trainer.limits.gpus import Gpus
 from trainer.limits.memory_plan import memory_plan

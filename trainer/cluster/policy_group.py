@@ -23,8 +23,8 @@ from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.train_batch import MicroBatch, TrainBatch
 from trainer.limits.ceilings import Ceilings
 from trainer.limits.floors import GroupLengths
+from trainer.policy.checkpoint_shards import ShardReport, file_shares
 from trainer.policy.dry_run import DryRunReport
-from trainer.policy.shards import ShardReport, file_shares
 from trainer.policy.train_report import TrainReport
 from trainer.policy.worker import PolicyInfo
 from trainer.rundir.sealed_directory import FileRecord, SealError

@@ -31,6 +31,7 @@ from rollout.processes.process_marks import is_suspended, signal_processes
 from rollout.processes.stacks import ASK
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.train import TrainConfig
+from trainer.ending.exit_codes import FAILED
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,6 @@ STACK_S = 10.0
 
 DRIVER = "driver"
 NO_STACK = ", which does not write its stack: it is suspended or blocked in the kernel"
-FAILED = 1
-"""Exit code of a failed run."""
 
 _BUSY = re.compile(r'File "[^"]*/(?:trainer/policy|rollout/group)/worker\.py"')
 """Frame of a worker that answers a call; a worker without a call waits in code of Ray."""

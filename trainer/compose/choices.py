@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from algorithms.config import Checked, Custom
 from algorithms.config.custom import USE, written
 from algorithms.config.home import from_home
-from rollout.processes.custom_class import load_class
+from rollout.user_code.custom_class import load_class
 
 Kind = TypeVar("Kind", bound=Custom)
 

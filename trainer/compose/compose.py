@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.config import NOT_SET, Problem
 from rollout.config import EngineConfig
-from rollout.processes.custom_code import is_custom, similar_custom
+from rollout.user_code.custom_code import is_custom, similar_custom
 from trainer.compose.catalog import recipe_files, recipe_name
 from trainer.compose.choices import own_class, plain_values, without_choices
 from trainer.compose.home import expand_homes

@@ -17,7 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from algorithms.config import Checked, Custom, Problem
 from algorithms.config.rules import default_text
 from algorithms.config.similar import similar
-from rollout.processes.custom_code import similar_custom
+from rollout.user_code.custom_code import similar_custom
 from trainer.compose.peers import SYNONYMS, peer_hint
 from trainer.config.train import GROUPS, PRESETS, TrainConfig, option_name
 

@@ -22,10 +22,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from algorithms.config import NOT_SET, Checked, ConfigError, Custom, Problem
 from algorithms.config.home import path_fields
 from algorithms.config.rules import default_text
-from rollout.processes.custom_class import finish
-from rollout.processes.custom_code import function_problem, similar_custom
 from rollout.processes.secret_names import is_secret_name
 from rollout.rewards import RULES
+from rollout.user_code.custom_class import finish
+from rollout.user_code.custom_code import function_problem, similar_custom
 from trainer.compose import keys
 from trainer.compose.choices import convertible, custom_kind, holds_list, own_choice, own_class, plain_values
 from trainer.compose.home import expand_homes

@@ -1,7 +1,7 @@
 """Schedule of sampling: a step's responses are sampled before its training, during the previous step, or further ahead.
 
-`trainer/run/loop.py` calls the same phases in every schedule; a `RolloutSchedule` decides in which phase the engines
-begin to sample later steps. v(k) denotes the weights at the start of the training of step k:
+`trainer/run/loop.py` calls the same phases in every schedule; the `RolloutSchedule` of trainer/run/schedule.py decides
+in which phase the engines begin to sample later steps. v(k) denotes the weights at the start of the training of step k:
 
     sync          collect k (all from v(k)); train k; weights
     one_step_off  collect k; begin k+1 with v(k); train k; wait for the rest of k+1; weights
@@ -24,7 +24,6 @@ from rollout.config import CollectOrder
 from trainer.config.training import Residency
 
 if TYPE_CHECKING:
-    from rollout.collect.collector import Collector
     from trainer.config.train import TrainConfig
 
 
@@ -75,27 +74,6 @@ class BoundedScheduleConfig(ScheduleConfig):
     @property
     def steps_ahead(self) -> int:
         return self.max_staleness
-
-
-class RolloutSchedule:
-    """Tells the collector when to begin later steps; one object per run."""
-
-    def __init__(self, config: ScheduleConfig, collector: Collector, *, num_steps: int) -> None:
-        """`num_steps` is the last step, after which no step is sampled."""
-        self._config = config
-        self._collector = collector
-        self._num_steps = num_steps
-
-    def begin_next(self, step: int, policy_version: int) -> None:
-        """Let the engines begin later steps with weights of `policy_version`; called after `step` is collected."""
-        ahead = min(self._config.steps_ahead, self._num_steps - step)
-        if ahead > 0:
-            self._collector.start(step + 1, policy_version, num_steps=ahead)
-
-    def finish_next(self, step: int, policy_version: int) -> None:
-        """Wait for the next step if all its tokens must be of `policy_version`; called before the sync after `step`."""
-        if self._config.steps_ahead and not self._config.updates_in_flight and step < self._num_steps:
-            self._collector.finish(step + 1, policy_version)
 
 
 def schedule_problems(config: TrainConfig) -> Iterator[Problem]:

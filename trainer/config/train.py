@@ -117,7 +117,7 @@ class TrainConfig(Checked):
         return [*named, *self.eval.sets.values()]
 
     @property
-    def max_lag_steps(self) -> int:
+    def max_staleness(self) -> int:
         """Largest lag, in rollout steps, of the weights that sampled a token behind the trained weights."""
         return self.collect.max_partial_age if self.collect.partial else self.schedule.steps_ahead
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rollout.config import DType, Quantization
-from rollout.model.routing import RouterTap, routers
+from rollout.model.router_tap import RouterTap, routers
 from rollout.routes import Routes
 from rollout.weights.experts import mixture_of
 from rollout.weights.packed_weights import DTYPES
@@ -29,7 +29,7 @@ from trainer.diagnose.scoring import Body, EditKind, Prompt, Scoring, TensorEdit
 from trainer.policy.model import decoder_layers, load_causal_lm
 from trainer.rundir.run_dir import StartError
 from trainer.scoring.logprob_head import cut_outside
-from trainer.scoring.routing import Replay, make_replayable, replay
+from trainer.scoring.routing_replay import Replay, make_replayable, replay
 
 BATCH_TOKENS = 2048
 """Padded tokens that are read at a time."""

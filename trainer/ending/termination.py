@@ -11,7 +11,7 @@ After the deadline a thread writes the last words of the run, ends all processes
 code, whatever the main thread waits for. Signals reach this thread without the main thread, by a pipe that Python's
 own handler in C writes to.
 
-The exit codes are in docs/resume.md.
+The exit codes are in trainer/ending/exit_codes.py.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ from types import FrameType
 
 import psutil
 
+from trainer.ending.exit_codes import STOPPED_BY_GUARD
+
 logger = logging.getLogger(__name__)
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT)
-STOPPED_BY_GUARD = 3
-"""Exit code of a run that the guard ended."""
-GO_ON = 75
-"""Exit code of a run that saved and left because its time ran out: the same command goes on (EX_TEMPFAIL)."""
 LEAVE_S = 25.0
 """Deadline in seconds of an end that has nothing left to save; Kubernetes kills 30 s after SIGTERM."""
 AT_ONCE_S = 7.5

@@ -14,7 +14,8 @@ from datetime import datetime
 
 from algorithms.config import Problem
 from trainer.config.train import TrainConfig
-from trainer.ending.termination import GO_ON, RunTerminated
+from trainer.ending.exit_codes import GO_ON
+from trainer.ending.termination import RunTerminated
 from trainer.text.plain import duration
 
 VARIABLES = ("PARITY_DEADLINE", "SLURM_JOB_END_TIME")

@@ -32,9 +32,9 @@ from trainer.limits.adapter_shape import stored_linear_shapes
 from trainer.models.adapter import FILE_PREFIX, MODEL_MARK, read_adapter
 from trainer.models.description import copy_description, describe_tokenizer_for_release_4
 from trainer.models.resolve import resolve_model
+from trainer.policy.checkpoint_shards import load_shards
 from trainer.policy.lora import adapter_spec, added, freeze_beside_adapter
 from trainer.policy.model import empty_causal_lm, tensors_in_files
-from trainer.policy.shards import load_shards
 from trainer.policy.stored import StoredTensor, stored_tensors
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError
 from trainer.rundir.model_mark import model_mark

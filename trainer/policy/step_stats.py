@@ -64,7 +64,7 @@ class StepStats:
         self._held = torch.zeros(3, dtype=torch.float64, device=device)
         """K3 of the rounding of the weights, K3 of the arithmetic, number of tokens."""
         self._routes = torch.zeros(4, dtype=torch.float64, device=device)
-        """Sums of `Replay.counts` of trainer/scoring/routing.py."""
+        """Sums of `Replay.counts` of trainer/scoring/routing_replay.py."""
         self._live = torch.zeros(3, dtype=torch.float64, device=device)
         """K3 with the trainer's own choice of experts, with that of the engine, number of tokens."""
         self._scored: list[tuple[MicroBatch, Tokens]] = []

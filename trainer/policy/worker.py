@@ -39,6 +39,7 @@ from trainer.limits.ceilings import Ceilings, find_ceilings
 from trainer.limits.estimate import logprob_chunk_tokens
 from trainer.limits.floors import GroupLengths
 from trainer.limits.memory_plan import CONTEXT_BYTES
+from trainer.policy.checkpoint_shards import REJECTED_STEPS, ShardReport, ShardWriter, load_rng, load_shards
 from trainer.policy.critic import Critic, ValueModel, load_value_model
 from trainer.policy.dry_run import DryRunReport, dry_run
 from trainer.policy.host_copy import HostCopy, others_bytes, wait_for_others
@@ -52,7 +53,6 @@ from trainer.policy.model import (
     shard,
 )
 from trainer.policy.publisher import PolicyPublisher
-from trainer.policy.shards import REJECTED_STEPS, ShardReport, ShardWriter, load_rng, load_shards
 from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import StateDict, Trainable
@@ -60,7 +60,7 @@ from trainer.rundir.sealed_directory import FileRecord, SealError, compare_files
 from trainer.scoring.attention import PACKED_ATTENTION
 from trainer.scoring.exact_attention import EXACT_ATTENTION
 from trainer.scoring.forward import ScoringModel
-from trainer.scoring.routing import make_replayable
+from trainer.scoring.routing_replay import make_replayable
 from trainer.text.plain import size
 
 logger = logging.getLogger(__name__)

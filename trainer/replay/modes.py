@@ -23,8 +23,8 @@ from algorithms.config import (
     VanillaISConfig,
 )
 from algorithms.config.spec import CorrectionSpec
-from rollout.processes.custom_class import load_class
-from rollout.processes.custom_code import is_custom, own_line, similar_custom
+from rollout.user_code.custom_class import load_class
+from rollout.user_code.custom_code import is_custom, own_line, similar_custom
 from trainer.compose.keys import nearest
 from trainer.config.train import TrainConfig
 

@@ -17,8 +17,8 @@ import torch
 from algorithms.config import PPOClipConfig, TISConfig
 from algorithms.histograms import Bins, HistogramArrays, MismatchHistograms, mismatch_histograms
 from algorithms.objective import objective, reference_term
-from rollout.processes.custom_class import own_choices
 from rollout.task_config import ArithmeticDataConfig
+from rollout.user_code.custom_class import own_choices
 from trainer.config.guard import MismatchGuardConfig, Reading
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, BatchConfig

@@ -9,7 +9,7 @@
            -dump-> a step's batch, for `parity replay`                         trainer/run/dumper.py
 
 The version of the weights is the number of completed optimizer steps. Every token carries the version of the weights
-that sampled it. `schedule=` (trainer/config/schedule.py) decides which phases overlap; the phases are always the same.
+that sampled it. `schedule=` (trainer/run/schedule.py) decides which phases overlap; the phases are always the same.
 Inside a block of `engines.resident()` the engines are on their GPUs, inside `policy.resident()` the policy is; if both
 share GPUs, the other one is on the host meanwhile.
 """
@@ -28,9 +28,9 @@ from rollout.collect.dispatch import Sampler
 from rollout.data.dataset import PromptStream
 from rollout.episodes.sampler import episode_files, episode_metrics, with_episodes
 from rollout.group.engine_group import EngineGroup
-from rollout.processes.custom_class import class_files
-from rollout.processes.custom_code import code_digest
 from rollout.processes.stacks import STACKS_FILE
+from rollout.user_code.custom_class import class_files
+from rollout.user_code.custom_code import code_digest
 from trainer.batch.packing import pack, split_mini_batches
 from trainer.batch.planner import SequenceCost
 from trainer.batch.train_batch import TrainBatch
@@ -38,7 +38,6 @@ from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.cluster.watchdog import Watchdog, longest_call_s
 from trainer.cluster.weight_sync import sync_weights
-from trainer.config.schedule import RolloutSchedule
 from trainer.config.train import TrainConfig
 from trainer.ending.termination import Termination, termination_requests
 from trainer.ending.time_limit import TimeLimit, time_limit
@@ -55,6 +54,7 @@ from trainer.run.notices import Notices
 from trainer.run.probe import probe_logprobs
 from trainer.run.profiling import Profiler
 from trainer.run.saving import Ending, Saver
+from trainer.run.schedule import RolloutSchedule
 from trainer.run.step_log import StepLog
 from trainer.run.task import Task, checked_task, data_notes
 from trainer.rundir.checkpoint import Checkpoint, RunState
@@ -352,7 +352,7 @@ def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: 
             routes=task.routes,
             past_end=task.past_end,
             min_group_size=config.min_group_size,
-            max_lag_steps=config.max_lag_steps,
+            max_staleness=config.max_staleness,
             unfinished=unfinished,
         ),
     )

@@ -42,7 +42,7 @@ class Notices:
         self._correct_rule = "" if is_resumed else config.reward.correct_rule
         """Empty once it is told, or a response was correct."""
         self._group_is_baseline = config.min_group_size > 1
-        self._promises_bits = config.rollout.exact and config.max_lag_steps == 0
+        self._promises_bits = config.rollout.exact and config.max_staleness == 0
         self._idle_steps = 0
         self._warns = True
         self._told_failures: set[str] = set()

@@ -1,7 +1,7 @@
 """Saver: checkpoints of a run, written while the step waits or in the background; Ending: when, and what ends the run.
 
-`trainer/run/loop.py` uses both. The ranks write (`trainer/policy/shards.py`); here a save is begun, and committed when
-every rank has answered. One save is under way at most: the next one waits for it.
+`trainer/run/loop.py` uses both. The ranks write (`trainer/policy/checkpoint_shards.py`); here a save is begun, and
+committed when every rank has answered. One save is under way at most: the next one waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.config.outputs import CheckpointConfig
 from trainer.config.train import TrainConfig
 from trainer.ending.termination import RunTerminated, StoppedByGuard, Termination
 from trainer.ending.time_limit import TimeLimit
-from trainer.policy.shards import ShardReport
+from trainer.policy.checkpoint_shards import ShardReport
 from trainer.run.guard import Guard
 from trainer.rundir.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
 from trainer.rundir.run_dir import newest_saved_step

@@ -16,10 +16,10 @@ from rollout.data.special_tokens import response_decoder
 from rollout.data.tokenizer import load_tokenizer
 from rollout.data.turn_ends import EOS_FILES, control_ends, past_end_note, stop_token_ids, text_end_note
 from rollout.model.limits import attention_window
-from rollout.processes.custom_code import code_digest
 from rollout.rewards import Scorer
 from rollout.rewards.references import form_notes
 from rollout.task_config import CustomData, FileDataConfig
+from rollout.user_code.custom_code import code_digest
 from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig

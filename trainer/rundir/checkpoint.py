@@ -7,7 +7,7 @@
         manifest.json   see `trainer/rundir/sealed_directory.py`
 
 A run which is killed while it saves leaves the checkpoint before. `trainer/run/saving.py` and
-`trainer/rundir/resume.py` use this file; the ranks write and read their part in `trainer/policy/shards.py`.
+`trainer/rundir/resume.py` use this file; the ranks write and read their part in `trainer/policy/checkpoint_shards.py`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from typing import cast
 import psutil
 import yaml
 
-from rollout.processes.custom_class import class_files
-from rollout.processes.custom_code import code_digest, is_custom
+from rollout.user_code.custom_class import class_files
+from rollout.user_code.custom_code import code_digest, is_custom
 from trainer.config.paths import MAIN_CONFIG
 from trainer.config.train import GROUPS, TrainConfig, option_name
 from trainer.text.redact import redact, redact_argv

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from algorithms.config import NOT_SET, Problem
-from rollout.processes.custom_code import code_digest
+from rollout.user_code.custom_code import code_digest
 from trainer.config.outputs import CHECKPOINTS, DUMPS
 from trainer.config.training import Resume
 from trainer.rundir.rows import read_rows

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from trainer.batch.train_batch import MicroBatch, TokenScores, TokenSupports
 from trainer.scoring.attention import Segments
 from trainer.scoring.logprob_head import HeadOptions, cut_outside, token_logprobs
-from trainer.scoring.routing import Replay, replay_of
+from trainer.scoring.routing_replay import Replay, replay_of
 
 FLOOR_ELEMENTS = 2**23
 """Logits (tokens x vocabulary) on which the head's rounding is measured: 32 MiB in float32."""

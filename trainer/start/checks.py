@@ -14,8 +14,8 @@ from pathlib import Path
 from algorithms.config import ConfigError, Problem
 from algorithms.config.home import from_home
 from rollout.processes.child_process import ENVIRONMENT_NAMES, named_secrets
-from rollout.processes.custom_code import is_custom
 from rollout.processes.gpu_host import rank_lacks, torch_lacks
+from rollout.user_code.custom_code import is_custom
 from trainer.compose.compose import Resolution
 from trainer.config.outputs import WANDB_RUN_ID, WandbMode
 from trainer.config.train import TrainConfig

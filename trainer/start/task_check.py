@@ -20,10 +20,10 @@ from rollout.data.data_files import DataError, on_hub
 from rollout.data.dataset import first_row, load_dataset
 from rollout.data.file_prompts import Judgement
 from rollout.episodes.trial import load_problem, try_episode
-from rollout.processes.custom_code import is_custom
 from rollout.rewards import judgement, try_reward
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from rollout.types import Prompt
+from rollout.user_code.custom_code import is_custom
 from rollout.weights.experts import BIASED
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelConfig

@@ -13,7 +13,7 @@ from algorithms.config import Checked, Problem
 from algorithms.config.home import PathText
 from algorithms.config.rules import above, at_least, ruled, within
 from rollout.config import DType, Quantization
-from rollout.processes.custom_code import is_custom
+from rollout.user_code.custom_code import is_custom
 
 DEFAULT_MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis", "bypass")
 """Corrections that are compared by default; custom has no meaning without its keys."""

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from algorithms.config import Problem
 from rollout.processes.child_process import python_module
-from trainer.compose.outcome import DONE, NOTHING_STARTED
 from trainer.compose.overrides import directory_override
 from trainer.config.outputs import WANDB_RUN_GROUP
-from trainer.ending.termination import GO_ON, termination_requests
+from trainer.ending.exit_codes import DONE, GO_ON, NOTHING_STARTED
+from trainer.ending.termination import termination_requests
 from trainer.ending.time_limit import job_variable
 from trainer.limits.machine import Machine
 from trainer.rundir.run_dir import logged_step

@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from trainer.policy.shard_reader import INDEX, DataPlanner, DataReader
+from trainer.policy.checkpoint_reader import INDEX, DataPlanner, DataReader
 from trainer.rundir.checkpoint import CheckpointError
 from trainer.rundir.sealed_directory import FileRecord, describe_file, to_disk
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from algorithms.config import NOT_SET, Checked, ConfigError, CorrectionSpec, Custom, Problem
 from algorithms.config.custom import PARTS, USE
-from rollout.processes.custom_code import code_digest, custom_problem, own_files, own_line, run_file
+from rollout.user_code.custom_code import code_digest, custom_problem, own_files, own_line, run_file
 
 Kind = TypeVar("Kind", bound=Custom)
 _PLACES: dict[type, tuple[str, str]] = {}

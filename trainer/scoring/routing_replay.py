@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout.model.routing import RouterTap, routers
+from rollout.model.router_tap import RouterTap, routers
 from rollout.routes import Routes, joined
 from rollout.weights.experts import Mixture
 from trainer.batch.train_batch import MicroBatch

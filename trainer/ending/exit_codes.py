@@ -1,4 +1,4 @@
-"""Shared parts of all commands: exit codes, and the report of problems. Imports no large package."""
+"""Exit codes of all commands, and the report of problems behind code 2. Imports no large package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from algorithms.config import Problem
 from trainer.text.plain import to_stderr
 
-DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done; the run failed; nothing was started because of the command line; ended by Ctrl-C."""
+DONE, FAILED, REFUSED, STOPPED_BY_GUARD, GO_ON, INTERRUPTED = 0, 1, 2, 3, 75, 130
+"""Exit codes: done; the run failed; nothing was started because of the command line; the guard ended the run; the run
+saved and left because its time ran out, and the same command goes on (EX_TEMPFAIL); ended by Ctrl-C."""
 
 NOTHING_STARTED = "nothing was started"
 """End of the first line of a refusal."""
