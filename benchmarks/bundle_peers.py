@@ -1,10 +1,8 @@
-"""Steps that other trainers' code writes, read by Parity: their own mismatch metrics against what is read back.
+"""Steps that verl and TRL write, read by Parity: their own mismatch metrics against what is read back.
 
 verl 0.9.1 and TRL 1.16 run from the package index: see the docstring of `peer_agreement.py` for the environment. The
-lines of docs/bundle.md write their bundles. NeMo-RL, prime-rl, slime and miles are in no index: with `--checkouts DIR`
-the functions that write their files are called out of DIR/NeMo-RL, DIR/prime-rl, DIR/slime and DIR/miles, those of
-them that are there (prime-rl needs beartype, jaxtyping and wadler-lindig). `--keep DIR` keeps the files, and
-writes numbers.json with the peers' numbers, for the tests; `--responses 8 --longest 10` makes them small.
+lines of docs/bundle.md write their bundles. `--keep DIR` keeps the files, and writes numbers.json with the peers'
+numbers, for the tests; `--responses 8 --longest 10` makes them small.
 
 A number is in float32 at verl and TRL, as their trainers compute it. The exit status is 1 if a number read back differs
 by more than 1e-6.
@@ -32,7 +30,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the random tensors")
     parser.add_argument("--responses", type=int, default=96)
     parser.add_argument("--longest", type=int, default=40, help="tokens of the longest response")
-    parser.add_argument("--checkouts", type=Path, help="directory with checkouts of trainers")
     parser.add_argument("--keep", type=Path, help="directory for the files and their numbers")
     arguments = parser.parse_args()
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -59,23 +56,15 @@ def main() -> int:
 
 
 def cases(place: Path, arguments: argparse.Namespace) -> list[Case]:
-    """The rows of all peers that can run here; their files are written to `place`."""
+    """The rows of both peers; their files are written to `place`."""
     import bundle_trl
     import bundle_verl
-    import bundle_writers
     from peer_batch import Batch
 
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     batch = Batch.random(drift=0.0, responses=arguments.responses, longest=arguments.longest)
-    found = [*bundle_verl.cases(place, batch), *bundle_trl.cases(place)]
-    for name, compare in bundle_writers.writers().items():
-        checkout = None if arguments.checkouts is None else arguments.checkouts / name
-        if checkout is not None and checkout.is_dir():
-            found += compare(checkout, place, batch)
-        else:
-            sys.stderr.write(f"{name}: no checkout, left out\n")
-    return found
+    return [*bundle_verl.cases(place, batch), *bundle_trl.cases(place)]
 
 
 if __name__ == "__main__":

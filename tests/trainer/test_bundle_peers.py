@@ -1,8 +1,9 @@
 """Files of other trainers: what their own code wrote is read as they measured it, and what cannot be read is refused.
 
 The files in peer_files/ were written by the code of the trainers, and numbers.json has their own metrics of them:
-`benchmarks/bundle_peers.py --checkouts DIR --responses 16 --longest 8 --keep DIR`, on 2026-11-25, with verl 0.9.1, TRL
-1.16.0, NeMo-RL 7ea279ab, prime-rl 559b4477, slime 624b824a and miles 31f1ca96. docs/measured/bundle.md says what ran.
+`benchmarks/bundle_peers.py --responses 16 --longest 8 --keep DIR`, on 2026-11-25, with verl 0.9.1 and TRL 1.16.0; those
+of NeMo-RL 7ea279ab, prime-rl 559b4477, slime 624b824a and miles 31f1ca96 by `bundle_writers.py`, which the history has.
+docs/measured/bundle.md says what ran.
 """
 
 from __future__ import annotations
