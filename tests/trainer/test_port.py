@@ -111,6 +111,18 @@ def test_a_script_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "# output_dir=$os.environ['X']: depends on" in recipe
 
 
+@pytest.mark.parametrize("name", ["vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"])
+@pytest.mark.parametrize("mode", ["sequence_mask", "token_truncate"])
+def test_an_older_name_of_a_key_counts_as_the_newer(
+    name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"use_vllm=True, vllm_importance_sampling_mode='{mode}', {name}=5.0, "
+    config, _ = port("train.py", TRL.replace("use_vllm=True, ", words), tmp_path, monkeypatch)
+    truncated = TISConfig(level=Level.token, cap=5.0)
+    masked = CustomConfig(level=Level.sequence, bound=Bound.mask, high=5.0)
+    assert config.correction == (truncated if mode == "token_truncate" else masked)
+
+
 def test_a_script_of_slime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = port("run.sh", SLIME, tmp_path, monkeypatch)
     assert config.correction == TISConfig() and config.run.num_steps == 7

@@ -89,7 +89,11 @@ def _kept(words: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def translated(settings: Settings, peer: Peer) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """(Key of the script, or of the defaults -> words, in the order of the table; comments for the rest)."""
     unset = [key for key in peer.defaults if not any(_same(key, given) for given in settings)]
-    known = {**settings, **{key: peer.value(key, settings) for key in unset}}
+    # A script may set an older name of a key, which the row of the newer one names whole.
+    names = {row[1]: key for key in settings if (row := peer.row(key.split("."))) and not row[0]}
+    older = {key: names[row[1]] for key in unset if (row := peer.row(key.split("."))) and row[1] in names}
+    given = {**settings, **{key: settings[name] for key, name in older.items()}}
+    known = {**given, **{key: peer.value(key, given) for key in unset if key not in older}}
     rows = sorted(known, key=lambda key: (peer.row(key.split(".")) or (0, len(peer.keys)))[1])
     words, notes = dict[str, tuple[str, ...]](), list[str]()
     for key in rows:
