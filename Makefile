@@ -39,7 +39,8 @@ $(bin)/ruff check .
 echo "== ruff format"
 $(bin)/ruff format --check .
 echo "== mypy"
-$(bin)/mypy
+# On a busy machine its workers can answer too late, which ends it with 2; found errors end it with 1.
+$(bin)/mypy || if [ $$? -eq 2 ]; then $(bin)/mypy --num-workers 0; else exit 1; fi
 endef
 
 # Two processes, each with whole files of tests, so that the tests of a file share servers and models.
