@@ -33,9 +33,10 @@ DTYPE_KEYS = ("torch_dtype", "dtype")
 """The type of the weights, as transformers before 4.56 reads it, and as it is written since."""
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of classes that predict the next token."""
+_SILENT = "its class in transformers does not tell its attention where the sequences of a batch begin"
 UNSUPPORTED = {
     "gpt_oss": "its attention has sinks, and windows of 128 tokens, which Parity's has not",
-    "stablelm": "its class in transformers does not tell its attention where the sequences of a batch begin",
+    **dict.fromkeys(("nemotron", "stablelm"), _SILENT),
 }
 """model_type -> why it is refused."""
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "transformer.wte.weight")

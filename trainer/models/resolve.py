@@ -16,7 +16,7 @@ from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelC
 from trainer.models.base_model import base_model_entry, build_base_model
 from trainer.models.directory import find_model
 from trainer.models.smollm2 import build_smollm2, smollm2_entry
-from trainer.policy.model import check_files
+from trainer.policy.model import UnsupportedModelError, check_files
 from trainer.rundir.cache import Progress
 from trainer.rundir.run_dir import StartError
 
@@ -86,9 +86,16 @@ def compare_files(key: str, model_path: Path) -> None:
     """Raise StartError, naming `key`, if the files of the model do not hold what its config.json describes."""
     try:
         check_files(model_path)
+    except UnsupportedModelError as error:
+        rule = "must be a model of an architecture that Parity computes"
+        raise StartError(
+            Problem(key=key, rule=rule, value=str(model_path), remedy=f"{error}. Use another model.")
+        ) from error
     except Exception as error:  # transformers raises whatever its checks of a config.json raise
         reason = " ".join(str(error).split())
         if "does not recognize this architecture" in reason:  # its advice is to install another transformers
             reason = "transformers has no model of its model_type, and code that comes with a model is never run."
-        rule = "must hold the weights of the model that its config.json describes"
+        rule = (
+            "must hold the weights of the model that its config.json describes, named as by its class in transformers"
+        )
         raise StartError(Problem(key=key, rule=rule, value=str(model_path), remedy=reason)) from error

@@ -48,13 +48,19 @@ BUCKET_BYTES = 128 << 20
 """Largest number of bytes that are gathered at a time; a larger tensor comes alone."""
 COMPARED_ROWS = 4096
 """Rows of two matrices that are compared at a time."""
+ATTENDING = {"full_attention", "sliding_attention"}
+"""Kinds of layers in which a token reads others by attention alone."""
+
+
+class UnsupportedModelError(ValueError):
+    """A model that computes what Parity does not, whatever its files hold."""
 
 
 def load_hf_config(path: Path) -> PretrainedConfig:
-    """config.json of a model; ValueError for one whose logits are more than head(hidden states)."""
+    """config.json of a model; UnsupportedModelError for one whose logits are more than head(hidden states)."""
     hf_config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, **PLAIN_OUTPUTS)
     if altered := altered_logits(hf_config):
-        raise ValueError(f"model.path={path}: {altered} is not supported by the packed scorer")
+        raise UnsupportedModelError(f"{path}: it changes its logits after the head ({altered})")
     return hf_config
 
 
@@ -80,14 +86,25 @@ def load_causal_lm(
 def empty_causal_lm(path: Path, *, attention: str = PACKED_ATTENTION) -> PreTrainedModel:
     """A float32 causal language model whose parameters have a shape and no memory (device meta), without remote code.
 
-    Buffers are real: rotary frequencies are computed, not stored. Raises ValueError like `load_hf_config`.
+    Buffers are real: rotary frequencies are computed, not stored. Raises UnsupportedModelError like `load_hf_config`,
+    and for a class that does not attend by `attention`.
     """
     hf_config = load_hf_config(path)
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch.float32, trust_remote_code=False, attn_implementation=attention
-        )
+    if others := sorted(set(getattr(hf_config, "layer_types", None) or ()) - ATTENDING):
+        raise UnsupportedModelError(f"{path}: packed sequences would read each other in its layers ({listed(others)})")
+    own = f"{path}: its class in transformers takes no attention but its own"
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=torch.float32, trust_remote_code=False, attn_implementation=attention
+            )
+    except KeyError as error:
+        if error.args != (attention,):
+            raise
+        raise UnsupportedModelError(own) from error
     model = _without_padding(model, path)
+    if model._is_stateful or not model._supports_sdpa:
+        raise UnsupportedModelError(own)
     model.tie_weights()  # accelerate makes a new parameter wherever one is registered: tied ones come apart
     use_fast_products(model)
     use_fused_norms(model)
@@ -216,7 +233,11 @@ def _stored_names(
     stored = {parameter: next((name for name in found if name in held), "") for parameter, found in in_files.items()}
     absent = [names[parameter][0] for parameter, name in stored.items() if not name]
     if absent:
-        raise ValueError(f"model.path={path}: the safetensors files lack parameters of the model: {listed(absent)}")
+        others = sorted(set(held) - {name_without_adapter(name) for found in names.values() for name in found})
+        instead = f"they hold others, which are not translated: {listed(others)}" if others else "save the model again"
+        raise ValueError(
+            f"model.path={path}: the safetensors files lack parameters of the model: {listed(absent)}; {instead}"
+        )
     return names, stored
 
 
