@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from rollout.data.conversations import ASSISTANTS, Messages, with_other_arguments
+from rollout.data.conversations import ASSISTANTS, Messages, left_out_call, with_other_arguments
 from rollout.data.data_files import plain_text
 from rollout.processes.child_process import START_TIMEOUT_S, ChildProcess, become_child, described
 
@@ -173,6 +173,7 @@ def main(memory_bytes: int) -> None:
                 return plain_text(str(render_jinja_template([messages], **fixed, **how)[0][0]))
 
             text = _in_either_form(asked["messages"], render)
+            problem = left_out_call(asked["messages"], text, lambda messages: _in_either_form(messages, render))
         except Refusal as error:
             problem = f"the chat template refuses the messages: {error}"
         except Exception as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -182,8 +182,25 @@ def left_out_problem(messages: Messages, text: str) -> str:
         # A template may leave out the text beside a call, which the model was never to see.
         if not message.get("tool_calls") and not any("".join(form.split()) in written for form in forms):
             return f"the chat template leaves out the message of the {message['role']}: write its text into another one"
-        for call in message.get("tool_calls", ()):
-            name = str(call.get("function", call).get("name", "")) if isinstance(call, dict) else ""
-            if name not in text:
-                return f"the chat template leaves out the call of the tool {name}: write it into the message's content"
+    return ""
+
+
+def left_out_call(messages: Messages, text: str, render: Callable[[Messages], str]) -> str:
+    """The reason why `text`, which `render` made of `messages`, is not their prompt: the call of a tool is not in it.
+
+    Its name may stand elsewhere in the prompt, so the call counts as written if another name makes another text.
+    """
+    for number, message in enumerate(messages):
+        for at in range(len(message.get("tool_calls", ()))):
+            other = copy.deepcopy(messages)
+            call: Any = other[number]["tool_calls"][at]
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
+                continue
+            function["name"] = f"{name}_"
+            with suppress(Exception):  # of a template that reads the name, and refuses it
+                if render(other) == text:
+                    return (
+                        f"the chat template leaves out the call of the tool {name}: write it into the message's content"
+                    )
     return ""

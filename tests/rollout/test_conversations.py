@@ -61,6 +61,15 @@ BAD = [
         [ASKED, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}, ASKED],
         "leaves out the call of the tool add",
     ),
+    (
+        [
+            {"role": "system", "content": "You can call add."},
+            ASKED,
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]},
+            ASKED,
+        ],
+        "leaves out the call of the tool add",
+    ),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": "x.png"}]}], "content of the type image_url"),
     ([{"role": "user", "content": None}], "without role or content"),
     ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "half of a surrogate pair"),
