@@ -65,11 +65,11 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 STATEMENT = re.compile(
     r"####|<<[^<>]*=|^\s*[\[{]\s*[\"']|\banswer\b\s*(?:is\b|[:=])\s*[-+$\\]*[0-9b]"
-    r"|^\s*(?:(?:array|tensor|np\.\w+|decimal|fraction)\(|(?:nan|<na>|nat)\s*$)",
+    r"|^\s*(?:(?:array|tensor|np\.\w+|decimal|fraction)\(|(?:nan|<na>|nat|[-+]?inf)\s*$)",
     re.IGNORECASE,
 )
 """What makes a reference more than an answer, or none: the solution of GSM8K, JSON, a list of Python, a sentence about
-it, what numpy and pandas write for an array, a number of theirs, and a cell without a value."""
+it, what numpy and pandas write for an array, a number of theirs, infinity and a cell without a value."""
 _OPENS_LINE = re.compile(rf"(?:^|[\n>\]\uff5c\u25b7])\s*(?:{_OPENS})", re.IGNORECASE)
 
 

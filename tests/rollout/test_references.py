@@ -49,6 +49,7 @@ SOLUTION = "We add the numbers.\nThen 3 + 4 = 7, so the sum is 7."
                 "tensor(5.)",
                 "nan",
                 "<NA>",
+                "-inf",
             ],
         ),
         (
@@ -69,6 +70,7 @@ SOLUTION = "We add the numbers.\nThen 3 + 4 = 7, so the sum is 7."
                 "np.int64(5)",
                 "Decimal('5')",
                 "NaN",
+                "inf",
             ],
         ),
     ],
