@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,10 +106,16 @@ def turn_end(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> int 
         for written in (text for text, problem in texts if not problem):
             _, answer, rest = written.rpartition(ANSWER)
             ids: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"] if answer else []
-            if (token := next((each for each in ids if each in tokenizer.added_tokens_decoder), None)) is not None:
-                return token
+            if added := [each for each in ids if each in tokenizer.added_tokens_decoder]:
+                # A tag such as </answer> closes a part of the answer, which goes on to the end of the turn.
+                return next((each for each in added if not _is_tag(each, tokenizer)), added[0])
         return None
     return None
+
+
+def _is_tag(token_id: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+    text = str(tokenizer.added_tokens_decoder[token_id])
+    return re.fullmatch(r"</\w+>", text) is not None and text not in control_tokens(tokenizer)
 
 
 def no_beginning_note(token_id: int, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str:

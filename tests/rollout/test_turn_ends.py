@@ -65,6 +65,13 @@ def test_a_token_that_is_not_marked_as_special_ends_a_turn_too(tmp_path):
     assert turn_end(tmp_path, tokenizer) == END
 
 
+def test_a_tag_that_closes_a_part_of_an_answer_ends_no_turn(tmp_path, base_model):
+    base_model.add_tokens(["</answer>"])
+    tagged = "{{ m.content }}{% if m.role == 'assistant' %}</answer>{% endif %}"
+    base_model.chat_template = CHATML.replace("{{ m.content }}", tagged)
+    assert turn_end(tmp_path, base_model) == END
+
+
 def test_a_template_that_needs_a_system_message_is_asked_with_one(tmp_path, base_model):
     base_model.chat_template = (
         "{% if messages[0].role != 'system' %}{{ raise_exception('system') }}{% endif %}" + CHATML
