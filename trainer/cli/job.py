@@ -5,7 +5,6 @@ Every run uses the config that was checked before the first run started. Called 
 
 from __future__ import annotations
 
-import shlex
 import signal
 import time
 import traceback
@@ -27,7 +26,7 @@ from trainer.ending.time_limit import job_variable
 from trainer.rundir.resume import checkpoint_to_resume, takes_no_step
 from trainer.rundir.run_dir import StartError, how_to_go_on, make_private, newest_saved_step
 from trainer.start.task_check import data_judgement, on_disk, task_key
-from trainer.text.plain import printable, to_stderr, to_stdout_while_read
+from trainer.text.plain import command_line, printable, to_stderr, to_stdout_while_read
 from trainer.text.redact import redact_argv, redact_text
 
 OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
@@ -66,7 +65,7 @@ def _conclude(resolution: Resolution, ended: Sequence[Ended], *, command: str) -
     except Exception as error:  # of a full disk for example
         _not_compared(resolution, f"{type(error).__name__}: {redact_text(str(error))}")
     if not_begun := resolution.runs[len(ended) :]:
-        words = (f"  {command} {shlex.join(redact_argv(run.overrides))}\n" for run in not_begun)
+        words = (f"  {command} {command_line(*redact_argv(run.overrides))}\n" for run in not_begun)
         count = f"{len(not_begun)} of {len(resolution.runs)} runs were not begun"
         to_stderr(f"parity train: {count}; one by one:\n{''.join(words)}")
     if num_failed := sum(run.exit_code in (FAILED, REFUSED) for run in ended):
@@ -78,7 +77,7 @@ def _not_compared(resolution: Resolution, reason: str) -> None:
     """Say why the sweep has no page, and the command that writes it."""
     directories = begun_directories(resolution)
     page = resolution.run_dir(0).parent / COMPARISON
-    command = shlex.join(["parity", "report", *map(str, directories), "-o", str(page)])
+    command = command_line("parity", "report", *directories, "-o", page)
     way_out = f"; {command} writes it" if directories else ""
     to_stderr(f"parity train: {page} was not written: {reason}{way_out}\n")
 
@@ -163,7 +162,7 @@ def load_tasks(resolution: Resolution) -> tuple[list[str], list[str]]:
 
 def resume_command(run_dir: Path) -> str:
     """The command line that continues a run."""
-    return f"parity resume {shlex.quote(str(run_dir))}"
+    return command_line("parity", "resume", run_dir)
 
 
 def failed(error: Exception, run_dir: Path, *, command: str) -> int:

@@ -11,7 +11,7 @@ from trainer.cli.parsers import PARSERS
 from trainer.compose.peer_script import read_script
 from trainer.compose.port import peer_of, ported
 from trainer.ending.exit_codes import DONE, refuse, report
-from trainer.text.plain import to_stderr, to_stdout
+from trainer.text.plain import command_line, to_stderr, to_stdout
 
 NAME = "parity port"
 
@@ -43,5 +43,7 @@ def run_port(words: Sequence[str]) -> int:
             file.write(recipe)
     except OSError as error:
         return refuse(NAME, "--out", f"cannot be written ({error.strerror})", str(out), "Name a new file.")
-    to_stderr(f"{len(settings)} settings of {peer.about}. Check it: parity train {out} --dry-run\n")
+    to_stderr(
+        f"{len(settings)} settings of {peer.about}. Check it: {command_line('parity', 'train', out, '--dry-run')}\n"
+    )
     return DONE

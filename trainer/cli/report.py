@@ -10,7 +10,7 @@ from algorithms.config.home import from_home
 from trainer.cli.parsers import PARSERS
 from trainer.ending.exit_codes import DONE, FAILED, report
 from trainer.rundir.run_dir import REPORT_FILE, runs_inside, unusable_problem
-from trainer.text.plain import to_stderr, to_stdout
+from trainer.text.plain import command_line, to_stderr, to_stdout
 
 COMMAND = "parity report"
 METRICS = "metrics.jsonl"
@@ -79,5 +79,7 @@ def _directory_problems(directory: Path) -> list[Problem]:
     if (directory / METRICS).is_file():
         return []
     rule = f"must be the directory of a run, with its {METRICS}"
-    of_file = f"Of a bundle parity replay {directory} writes the page." if directory.is_file() else ""
+    of_file = (
+        f"Of a bundle {command_line('parity', 'replay', directory)} writes the page." if directory.is_file() else ""
+    )
     return [Problem(key="run", rule=rule, value=str(directory), remedy=of_file or runs_inside(directory))]

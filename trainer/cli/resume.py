@@ -32,6 +32,7 @@ from trainer.rundir.run_dir import (
     runs_inside,
     with_changed_files,
 )
+from trainer.text.plain import command_line
 from trainer.text.redact import REDACTED
 from trainer.text.yaml_text import leaves, load_yaml
 
@@ -89,7 +90,8 @@ def resume_words(run_dir: Path, overrides: Sequence[str]) -> tuple[list[str], li
     ]
     if own and not has_checkpoint(run_dir) and completed_steps(run_dir):
         rule = "must hold a checkpoint to go on from: the run has ended, and it saved none"
-        remedy = f"parity train <recipe> run.resume=clean run.dir={run_dir} moves it aside and begins again."
+        own_dir = command_line(("run.dir", run_dir))
+        remedy = f"parity train <recipe> run.resume=clean {own_dir} moves it aside and begins again."
         problems.append(Problem(key="run.dir", rule=rule, value=str(run_dir), remedy=remedy))
     return [*own, directory_override(run_dir), f"run.resume={Resume.auto.name}"], problems
 

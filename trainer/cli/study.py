@@ -39,7 +39,7 @@ from trainer.study.results import (
     study_problems,
 )
 from trainer.study.run import parallel_problems, run_cells, say
-from trainer.text.plain import counted, duration, to_stdout
+from trainer.text.plain import command_line, counted, duration, to_stdout
 from trainer.text.redact import redact_argv
 
 NAME = "parity study"
@@ -82,9 +82,9 @@ def run_study(words: Sequence[str]) -> int:
     except RunDirectoryError as error:
         return report(error.problems, command=NAME)
     try:
-        return _run(study, study_dir, command=" ".join([NAME, *redact_argv(kept)]))
+        return _run(study, study_dir, command=command_line(*NAME.split(), *redact_argv(kept)))
     except RunTerminated as ended:  # by a second signal
-        say(f"{NAME}: ended at once; go on with study.dir={study_dir}")
+        say(f"{NAME}: ended at once; go on with {command_line(('study.dir', study_dir))}")
         return ended.exit_code
     finally:
         release_directory(lock, study_dir)
@@ -116,13 +116,14 @@ def _run(study: Study, study_dir: Path, *, command: str) -> int:
         say(f"{NAME}: {page} could not be written ({not_written})")
     if code != DONE:
         reason = "out of time" if code == GO_ON else f"asked to end ({signal.Signals(code - 128).name})"
-        say(f"{NAME}: {reason}; go on with study.dir={study_dir}")
+        say(f"{NAME}: {reason}; go on with {command_line(('study.dir', study_dir))}")
         return code
     left = [cell.name for cell in study.cells if stage_of(study_dir, cell) is not Stage.finished]
     for name in left:
         say(f"{NAME}: {name} failed: {records[name].error}")
     if left:
-        say(f"{NAME}: {len(left)} of {len(study.cells)} runs failed; try them again: study.dir={study_dir}")
+        again = command_line(("study.dir", study_dir))
+        say(f"{NAME}: {len(left)} of {len(study.cells)} runs failed; try them again: {again}")
     return FAILED if left or not_written else DONE
 
 

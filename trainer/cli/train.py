@@ -28,7 +28,7 @@ from trainer.limits.gpus import Gpus
 from trainer.limits.memory_plan import memory_plan
 from trainer.rundir.run_dir import CONFIG_FILE
 from trainer.start.task_check import missing_model_problems
-from trainer.text.plain import to_stderr, to_stdout
+from trainer.text.plain import command_line, to_stderr, to_stdout
 
 
 def run_train(words: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def run_train(words: Sequence[str]) -> int:
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(recipe, Problem):
         return report([recipe, *problems], command=COMMAND)
-    return _checked_train(recipe, arguments, problems, command=f"{COMMAND} {arguments.recipe}")
+    return _checked_train(recipe, arguments, problems, command=command_line(*COMMAND.split(), arguments.recipe))
 
 
 def run_resume(words: Sequence[str]) -> int:
@@ -55,7 +55,7 @@ def run_resume(words: Sequence[str]) -> int:
         overrides, refused = resume_words(run_dir, arguments.overrides)
         own = replace(arguments, overrides=tuple(overrides))
         # The file of the recipe is a temporary copy: problems name the config.yaml of the run instead.
-        command, shown_as = f"{RESUME} {arguments.recipe}", run_dir / CONFIG_FILE
+        command, shown_as = command_line(*RESUME.split(), arguments.recipe), run_dir / CONFIG_FILE
         return _checked_train(recipe, own, [*refused, *problems], command=command, shown_as=shown_as)
 
 

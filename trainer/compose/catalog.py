@@ -18,6 +18,7 @@ from algorithms.config.home import from_home
 from trainer.compose.keys import nearest
 from trainer.config.paths import MAIN_CONFIG, recipe_dir
 from trainer.rundir.run_dir import CONFIG_FILE
+from trainer.text.plain import command_line
 from trainer.text.yaml_text import load_yaml
 
 SUFFIX = ".yaml"
@@ -80,7 +81,8 @@ def find_recipe(given: str, *, own_dir: Path | None) -> Path | Problem:
         if path.suffix != SUFFIX:
             remedy = f"Rename the file to {path.with_suffix(SUFFIX)}." if path.is_file() else ""
             if (path / CONFIG_FILE).is_file():
-                remedy = f"It is a run: parity resume {given} goes on with it, {path / CONFIG_FILE} is its recipe."
+                goes_on = command_line("parity", "resume", given)
+                remedy = f"It is a run: {goes_on} goes on with it, {path / CONFIG_FILE} is its recipe."
             rule = f"must be the name of a recipe or end in {SUFFIX}"
             return Problem(key="recipe", rule=rule, value=given, remedy=remedy)
         if not path.is_file():

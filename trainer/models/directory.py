@@ -17,6 +17,7 @@ from rollout.weights.experts import EXPERT_NAME, FAMILIES, mixture_of
 from rollout.weights.files import INDEX_FILE, tensor_shapes
 from trainer.limits.model_shape import CONFIG_FILE, UnknownShapeError, layer_of, model_directory, text_part
 from trainer.rundir.weights_source import ADAPTER_CONFIG
+from trainer.text.plain import command_line
 
 HUB_TIMEOUT_S = 3.0
 """Seconds for the hub to say whether it has a model; without an answer the run asks again when it fetches the model,
@@ -110,7 +111,7 @@ def _incomplete(key: str, directory: Path) -> Problem | None:
     if (directory / ADAPTER_CONFIG).is_file():
         remedy = (
             "It is an adapter: parity export <run> DIR, without --adapter, writes the whole model, and parity eval "
-            f"<recipe> checkpoint={directory} evaluates it."
+            f"<recipe> {command_line(('checkpoint', directory))} evaluates it."
         )
     rule = f"must be the directory of a Hugging Face model, {lacks}"
     return Problem(key=key, rule=rule, value=str(directory), remedy=remedy)

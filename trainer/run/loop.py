@@ -17,7 +17,6 @@ share GPUs, the other one is on the host meanwhile.
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
@@ -61,6 +60,7 @@ from trainer.rundir.checkpoint import Checkpoint, RunState
 from trainer.rundir.printed import printed_log
 from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config, takes_no_step, whole_checkpoint
 from trainer.rundir.run_dir import LOGS, METRICS_FILE, StartError
+from trainer.text.plain import command_line
 from trainer.tracking.console import Console
 from trainer.tracking.tracker import Tracker
 
@@ -128,7 +128,7 @@ def _report(run_dir: Path) -> Path | None:
     try:
         return write_report(run_dir)
     except Exception as error:
-        logger.warning("the run has no report: %s. parity report %s writes it", error, run_dir)
+        logger.warning("the run has no report: %s. %s writes it", error, command_line("parity", "report", run_dir))
         return None
 
 
@@ -146,7 +146,7 @@ def run_steps(
     tracking = Tracker(config, run_dir=run_dir, resumed=resumed, console=console)
     with tracking as tracker, termination.named(), printed_log(run_dir / LOGS):
         termination.last_words = tracker.record_interrupted
-        place = shlex.quote(str(run_dir))
+        place = command_line(run_dir)
         go_on = f"parity resume {place} goes on from what is saved, " if config.checkpoint.every else ""
         termination.way_on = f"; {go_on}parity report {place} draws it"
         for line in data_notes(task.dataset, run_dir):

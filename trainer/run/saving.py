@@ -7,7 +7,6 @@ committed when every rank has answered. One save is under way at most: the next 
 from __future__ import annotations
 
 import logging
-import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from trainer.policy.checkpoint_shards import ShardReport
 from trainer.run.guard import Guard
 from trainer.rundir.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
 from trainer.rundir.run_dir import newest_saved_step
+from trainer.text.plain import command_line
 from trainer.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class Ending:
                 self.saver.save_rest(self.policy)
             except Exception as lost:
                 first.add_note(f"Nothing was saved on the way out: {lost}")
-            saved, place = newest_saved_step(Path(self.config.run.dir)), shlex.quote(self.config.run.dir)
+            saved, place = newest_saved_step(Path(self.config.run.dir)), command_line(self.config.run.dir)
             way_on = "No step is saved; begin again" if saved is None else f"Step {saved} is saved; go on"
             first.add_note(f"{way_on} with parity resume {place}")  # last, so that a whole word can be copied
             raise first  # noqa: B904 - what came after it is no cause

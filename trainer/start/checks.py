@@ -28,6 +28,7 @@ from trainer.rundir.resume import begins, other_run, source_problems
 from trainer.rundir.run_dir import ENVIRONMENT_FILE, is_run, lock_holder, steps_taken, unusable_problem
 from trainer.rundir.sealed_directory import SealError
 from trainer.start.task_check import missing_model_problems, task_problems
+from trainer.text.plain import command_line
 
 WANDB_MODE = "WANDB_MODE"
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
@@ -169,7 +170,7 @@ def _not_to_be_continued(resolution: Resolution, directory: Path) -> list[Proble
             continue
         if run.config.run.num_steps < taken:
             rule = f"must be >= the {taken} steps that the run in {directory} has taken"
-            remedy = f"parity resume {directory} goes on with the settings that the run had."
+            remedy = f"{command_line('parity', 'resume', directory)} goes on with the settings that the run had."
             problems.append(run.config.broken("run.num_steps", rule, remedy))
         if newest is not None:
             problems += other_run(newest[0], newest[1], run.config)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import shlex
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.rundir.run_dir import make_private
+from trainer.text.plain import command_line
 from trainer.tracking.wandb_panels import Panels
 from trainer.tracking.wandb_run import keep_run, new_run_id, wandb_key_source, wandb_run
 
@@ -198,12 +198,10 @@ class WandbSink:
                     self._report("W&B: this run was deleted there; it goes on there as a new run, from this step on")
                 continue
             own = Path(run.dir).resolve().parent
-            directory = shlex.quote(str(own))
+            directory = command_line(own)
             # An earlier start that was offline left a directory of its own, with the steps before this start.
             earlier = set(own.parent.glob(f"offline-run-*-{self._run.id}")) - {own}
-            self._sync_command = " ".join(
-                ["wandb sync", *(shlex.quote(str(path)) for path in sorted(earlier)), directory]
-            )
+            self._sync_command = " ".join(["wandb sync", *(command_line(path) for path in sorted(earlier)), directory])
             self.mode = mode
             why = f" ({'; '.join(reasons)})" if reasons else ""
             # The end of the run has the command; of a run that is killed, the directory is enough for it.
