@@ -204,6 +204,18 @@ def test_the_bias_of_routers_goes_through_training_resume_and_export(tmp_path: P
     assert all(not torch.equal(trained[name], each) for name, each in weights.items() if "experts" in name)
 
 
+def test_an_export_of_a_model_that_names_no_type_has_that_of_its_tensors(tmp_path: Path) -> None:
+    start = save_words(save_policy(tmp_path / "start"))
+    file, described = start / "model.safetensors", start / "config.json"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    fields = json.loads(described.read_text())
+    described.write_text(json.dumps({key: value for key, value in fields.items() if "dtype" not in key}))
+    config, checkpoint, _ = saved_after_a_step(start, tmp_path / "run")
+    write_model(config, checkpoint, tmp_path / "out")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
     _, checkpoint, _ = saved_after_a_step(save_words(save_policy(tmp_path / "start")), tmp_path / "run")
     larger = AutoConfig.from_pretrained(tmp_path / "start")

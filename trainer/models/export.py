@@ -261,8 +261,11 @@ def _stored(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _dtype_of(model_path: Path) -> torch.dtype:
-    """The type in which the weights of a model lie on the disk."""
+    """The type of the weights that config.json names, or, as for transformers, that of the tensors in the files."""
     dtype = getattr(AutoConfig.from_pretrained(model_path, trust_remote_code=False), "dtype", None)
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    stored = (each.rows(0, 1).dtype for each in stored_tensors(model_path).values())
+    return next((each for each in stored if each.is_floating_point), torch.float32)
