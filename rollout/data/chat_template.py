@@ -63,6 +63,14 @@ class TemplateError(RuntimeError):
     """The template hangs, or ended its process; the message says so without naming the prompt."""
 
 
+def default_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The program that writes a chat; None if the tokenizer has none, or several by name without a default."""
+    named = tokenizer.chat_template
+    if named is None or (isinstance(named, dict) and "default" not in named):
+        return None
+    return str(tokenizer.get_chat_template())
+
+
 class ChatTemplate:
     """The chat template of a tokenizer, in a process that starts with the first list of messages."""
 

@@ -18,7 +18,7 @@ import xxhash
 
 from algorithms.config import Problem
 from rollout.data.arithmetic import ArithmeticProblem, arithmetic_problems
-from rollout.data.chat_template import DAY, ChatTemplate
+from rollout.data.chat_template import DAY, ChatTemplate, default_template
 from rollout.data.data_files import BadRow, DataError, on_hub, plain
 from rollout.data.file_prompts import UNJUDGED, Judgement, SourceReport, file_prompts, plain_prompt, source_rows
 from rollout.data.special_tokens import prompt_ids
@@ -96,7 +96,7 @@ def _file_dataset(
     _check_template(config, tokenizer)
     with ExitStack() as within:
         template = end = None
-        if tokenizer.chat_template is not None:
+        if default_template(tokenizer) is not None:
             template = within.enter_context(closing(ChatTemplate(tokenizer, config.chat_template_kwargs)))
         sources = _sources(config, eval_sets)
         found = _read(sources, config, lambda source: file_prompts(source, config, tokenizer, template, judgement))
@@ -209,10 +209,13 @@ def _bad_rows(bad: Sequence[BadRow], *, good: int) -> str:
 
 def _check_template(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise DataError if the chat template is missing, or does not use a variable that the config sets."""
-    if config.chat_template and tokenizer.chat_template is None:
-        rule = "must be false with this model, whose tokenizer has no chat template"
-        raise DataError(Problem(key="data.chat_template", rule=rule, value=True, remedy="Or use a chat model."))
-    template = tokenizer.chat_template
+    template = default_template(tokenizer)
+    if config.chat_template and template is None:
+        rule, remedy = "must be false with this model, whose tokenizer has no chat template", "Or use a chat model."
+        if named := tokenizer.chat_template:
+            rule += " that is the default"
+            remedy = f"Or save one of {', '.join(named)} as chat_template.jinja beside the tokenizer."
+        raise DataError(Problem(key="data.chat_template", rule=rule, value=True, remedy=remedy))
     why = "the model has no chat template" if template is None else "the chat template of the model does not mention it"
     rule = f"has no effect: {why}"
     unknown = {key: value for key, value in config.chat_template_kwargs.items() if key not in str(template)}

@@ -38,7 +38,9 @@ MEDIA = ("<image>", "<video>", "<audio>")
 """Places of what is no text; the column that holds it has the name, or the plural."""
 _SHARD = re.compile(r"-[0-9]{5}-of-(?P<count>[0-9]{5})\.")
 """As the hub names the files of a split."""
-NO_TEMPLATE = Rendered("", "chat messages need a tokenizer with a chat template, and the model's has none")
+NO_TEMPLATE = Rendered(
+    "", "chat messages need a tokenizer with a chat template, and the model's has none, or none that is the default"
+)
 
 
 def _all_usable(_: Sequence[str]) -> Mapping[int, str]:

@@ -1,5 +1,6 @@
 """Data: files of every format into prompts, every bad row reported, and a stream that resumes where it stood."""
 
+import copy
 import json
 import os
 import re
@@ -222,6 +223,17 @@ def test_a_missing_chat_template_is_one_error(tmp_path):
     plain = AutoTokenizer.from_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match=r"^data\.chat_template must be false .* tokenizer has no chat template"):
         load_dataset(file_config(tmp_path, ROWS, chat_template=True), plain)
+
+
+def test_named_templates_without_a_default_are_none(tmp_path, tokenizer):
+    named = copy.deepcopy(tokenizer)
+    named.chat_template = {"tool_use": "{{ messages[0].content }}"}
+    with pytest.raises(ValueError, match=r"no chat template that is the default.* tool_use as chat_template.jinja"):
+        load_dataset(file_config(tmp_path, ROWS, chat_template=True), named)
+    assert load_dataset(file_config(tmp_path, ROWS, chat_template=False), named).train
+    named.chat_template |= {"default": "{{ messages[0].content * 2 }}"}
+    found = load_dataset(file_config(tmp_path, ROWS, chat_template=True), named)
+    assert [each.text for each in found.train] == [row["question"] * 2 for row in ROWS]
 
 
 def test_the_built_in_task(tmp_path):
