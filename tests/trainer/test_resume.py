@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,8 @@ from trainer.cli.commands import run as parity
 from trainer.cli.resume import resume_words
 from trainer.compose.compose import resolve
 from trainer.config.training import HFModelConfig, Resume
+from trainer.ending.termination import termination_requests
+from trainer.report.page import write_report
 from trainer.run.loop import train
 from trainer.run.task import Task, prompt_stream
 from trainer.rundir.checkpoint import CheckpointError, begin_checkpoint, commit_checkpoint
@@ -270,6 +274,24 @@ def test_a_run_that_took_all_its_steps_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="no such directory is in"):
         train(replace(config, run=replace(config.run, num_steps=4)))
     assert completed_steps(run_dir) == 3, "nothing was written"
+
+
+def test_a_request_while_the_page_is_written_ends_no_complete_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run_dir = make(tmp_path, resume=Resume.auto, num_steps=1), tmp_path / "run"
+    with Tracker(config, run_dir=run_dir) as tracker:
+        tracker.log(1, {"reward/mean": 1})
+        save(config, 1)
+
+    def interrupted(directory: Path) -> Path:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return write_report(directory)
+
+    monkeypatch.setattr("trainer.run.loop.write_report", interrupted)
+    with termination_requests() as outer:
+        assert train(config).report_path.is_file()
+    assert outer.request is None
 
 
 def test_a_completed_run_that_saved_nothing_is_left_as_it_is(tmp_path: Path) -> None:

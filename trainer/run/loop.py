@@ -115,7 +115,8 @@ def train(config: TrainConfig) -> RunResult:
             if not termination.at_once and run_dir.is_dir():
                 _report(run_dir)
             raise
-    return RunResult(run_dir=run_dir, report_path=_report(run_dir), was_complete=was_complete)
+        termination.then = "the run is complete, and its report is written"
+        return RunResult(run_dir=run_dir, report_path=_report(run_dir), was_complete=was_complete)
 
 
 def _report(run_dir: Path) -> Path | None:
