@@ -178,7 +178,7 @@ def test_config_json_is_enough_and_nothing_heavy_is_loaded(tmp_path: Path) -> No
     outcome = parity(*words, cwd=tmp_path, watched=HEAVY, env={"CUDA_VISIBLE_DEVICES": ""})
     assert (outcome.code, outcome.loaded, outcome.err) == (0, (), "")
     assert sorted(tmp_path.rglob("*")) == before
-    assert "needs 4 CPU and 8 GPU; 8 x H100-80GB of 79.6 GiB are elsewhere: it fits" in outcome.out
+    assert "needs 4 CPU and 8 GPU; 8 x H100-80GB of 79.6 GiB are elsewhere: enough" in outcome.out
     assert "this machine" not in outcome.out
     assert len(re.findall(r"tokens in the mean: rollout .* to .*, training .*, step .*; 500 steps ", outcome.out)) == 3
     # 12 bytes for each parameter; two that stay, and one that is written.
@@ -192,7 +192,7 @@ def test_a_wrong_name_is_refused_and_too_few_gpus_are_told(tmp_path: Path, capsy
     assert "--on must be a number of GPUs, x, and their name, got '8xH1000'" in capsys.readouterr().err
     assert run([*words, "4xH100-80GB"]) == 2
     shown, refused = capsys.readouterr()
-    assert "needs 4 CPU and 8 GPU; 4 x H100-80GB of 79.6 GiB are elsewhere: IT DOES NOT FIT" in shown
+    assert "needs 4 CPU and 8 GPU; 4 x H100-80GB of 79.6 GiB are elsewhere: TOO FEW" in shown
     assert "--on must name at least the 8 GPUs of the run, got '4xH100-80GB'" in refused
     assert run([*words, "8xRTX-4090-24GB"]) == 0
     shown = capsys.readouterr().out
@@ -219,6 +219,10 @@ def test_a_cache_without_room_is_told(tmp_path: Path) -> None:
     assert list(elsewhere_problems(plan, gpus)) == []
     [problem] = elsewhere_problems(plan, gpus._replace(memory_mib=4096))
     assert problem.key == "policy.num_workers" and "a rank needs 14.2 GiB at any length" in problem.rule
+    config.sampling.max_new_tokens = plan.cache_tokens
+    [problem] = elsewhere_problems(plan, gpus)
+    assert problem.key == "sampling.max_new_tokens"
+    assert f"the cache of an engine has room for {plan.cache_tokens:,}" in problem.rule
 
 
 def test_an_engine_holds_no_more_than_it_samples_at_once() -> None:

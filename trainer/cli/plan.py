@@ -242,7 +242,7 @@ def _placement(config: TrainConfig, machine: Machine | Gpus) -> Iterator[str]:
     )
     needs = f"needs {cpus:g} CPU and {config.num_gpus:g} GPU"
     if isinstance(machine, Gpus):
-        verdict = "it fits" if config.num_gpus <= machine.number else "IT DOES NOT FIT"
+        verdict = "enough" if config.num_gpus <= machine.number else "TOO FEW"
         yield f"{needs}; {machine.number} x {machine.name} of {size(machine.memory)} are elsewhere: {verdict}"
         return
     if config.cluster.address is not None:

@@ -145,12 +145,17 @@ def elsewhere_problems(plan: MemoryPlan, gpus: Gpus) -> Iterator[Problem]:
     if plan.rank.held > gpus.memory:
         rule = f"must be higher: a rank needs {size(plan.rank.held)} at any length, and a GPU has {size(gpus.memory)}"
         yield config.broken("policy.num_workers", rule, "More ranks hold less each. Or set policy.offload=optimizer.")
+    whole = batch_shape(config).prompt_tokens + config.sampling.max_new_tokens
+    remedy = "Spread an engine over more GPUs (tp_size of rollout.engine_args), or give it more of each "
     if not plan.cache_tokens:
         weights = size(plan.engine.weights // rollout.tp_size)
         have = size(plan.engine_room(gpus.memory))
         rule = f"must leave room for a cache: the weights take {weights} of the {have} that an engine has of each GPU"
-        remedy = "Spread an engine over more GPUs (tp_size of rollout.engine_args), or give it more of each "
         yield config.broken("rollout.gpus_per_engine", rule, f"{remedy}(mem_fraction_static there).")
+    elif plan.cache_tokens < whole:
+        rule = f"must be lower: prompt and response at their caps are {whole:,} tokens, and the cache of an engine has "
+        rule += f"room for {plan.cache_tokens:,}"
+        yield config.broken("sampling.max_new_tokens", rule, f"Or: {remedy}(mem_fraction_static there).")
 
 
 def elsewhere_lines(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[str, str]]:
