@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,6 +20,7 @@ from torch import Tensor
 from rollout.config import PauseMode, Routing
 from rollout.embedded.engine import EmbeddedEngine, Part
 from rollout.engine import EngineError, EngineInfo, EngineSetup
+from rollout.model.text_part import text_part
 from rollout.types import PackedWeights
 from rollout.vllm.weights import places_of
 from rollout.weights.experts import mixture_of
@@ -70,7 +71,7 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
         self._places: dict[str, Tensor] = {}
 
     def _start(self, model_path: Path) -> EngineInfo:
-        described = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+        described = text_part(json.loads((model_path / "config.json").read_text(encoding="utf-8")))
         if rule := self._vllm.model_rule(described):
             raise EngineError(f"{self._name} start: {model_path}: the model must {rule}")
         if VLLMEngine._running is not None:
@@ -161,7 +162,7 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
             VLLMEngine._running = None
 
 
-def _new_engine(config: VLLMConfig, model_path: Path, described: dict[str, Any]) -> LLMEngine:
+def _new_engine(config: VLLMConfig, model_path: Path, described: Mapping[str, Any]) -> LLMEngine:
     """An engine of vLLM whose linear layers multiply with the parameters that the model shows."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers import utils

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -210,6 +211,15 @@ def test_a_model_that_vllm_cannot_serve_is_refused_at_the_start(tmp_path: Path) 
     write_tiny_model(tmp_path / "model", head_dim=16)
     with pytest.raises(EngineError, match=r"the model must have heads of 32, .* not of 16"):
         started(tmp_path)
+
+
+def test_the_rules_of_a_model_hold_under_the_other_names_of_config_json(tmp_path: Path) -> None:
+    """Those of GPT-2's family, or in the config of the language model alone."""
+    for described in ({"n_embd": 96, "n_head": 2}, {"text_config": {"hidden_size": 96, "num_attention_heads": 2}}):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "config.json").write_text(json.dumps(described), encoding="utf-8")
+        with pytest.raises(EngineError, match=r"the model must have heads of 32, .* not of 48"):
+            started(tmp_path)
 
 
 @pytest.mark.vllm

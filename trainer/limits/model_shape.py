@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.data.arithmetic import TOKENS
+from rollout.model.text_part import text_part
 from rollout.weights.experts import EXPERT_NAME, is_all_sparse, mixture_of
 from rollout.weights.files import tensor_shapes
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelConfig, SmolLM2ModelConfig
@@ -25,11 +26,6 @@ LAYER_NAME = re.compile(r"\.layers\.(\d+)\.|\.h\.(\d+)\.")
 CONFIG_FILE = "config.json"
 WIDTHS = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
 """Fields of config.json without which no size is known."""
-USUAL_NAMES = {
-    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
-    "n_positions": "max_position_embeddings",
-}  # fmt: skip
-"""Field of config.json in the family of GPT-2 -> what other models call it."""
 HEAD_NAME = "lm_head.weight"
 
 
@@ -241,11 +237,6 @@ def shape_of(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
         num_experts=0 if experts is None else experts.number,
         experts_per_token=0 if experts is None else experts.per_token,
     )
-
-
-def text_part(described: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says of the language model, in the usual names: some models keep it in a nested config."""
-    return {USUAL_NAMES.get(name, name): value for name, value in (described.get("text_config") or described).items()}
 
 
 def layer_of(name: str) -> int | None:

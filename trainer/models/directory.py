@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from algorithms.config import Problem
+from rollout.model.text_part import text_part
 from rollout.similar_file import similar_directory
 from rollout.weights.experts import EXPERT_NAME, FAMILIES, mixture_of
 from rollout.weights.files import INDEX_FILE, tensor_shapes
-from trainer.limits.model_shape import CONFIG_FILE, UnknownShapeError, layer_of, model_directory, text_part
+from trainer.limits.model_shape import CONFIG_FILE, UnknownShapeError, layer_of, model_directory
 from trainer.rundir.weights_source import ADAPTER_CONFIG
 from trainer.text.plain import command_line
 

@@ -20,6 +20,7 @@ from rollout.data.data_files import DataError, on_hub
 from rollout.data.dataset import first_row, load_dataset
 from rollout.data.file_prompts import Judgement
 from rollout.episodes.trial import load_problem, try_episode
+from rollout.model.text_part import text_part
 from rollout.rewards import judgement, try_reward
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from rollout.types import Prompt
@@ -30,7 +31,7 @@ from trainer.config.training import ArithmeticModelConfig, HFModelConfig, ModelC
 from trainer.limits.adapter_shape import chosen_layers, linear_shapes
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
-from trainer.limits.model_shape import UnknownShapeError, text_part
+from trainer.limits.model_shape import UnknownShapeError
 from trainer.models.directory import described, find_model, has_experts, local_model
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.run_dir import unusable_problem
