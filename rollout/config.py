@@ -81,6 +81,8 @@ class EngineConfig(Checked):
     """How it is installed, or what to use instead; without a full stop."""
     graph_bytes: ClassVar[int] = 0
     """Memory of the host that an engine takes for each of its GPUs if it sleeps, in addition to that of a process."""
+    work_bytes: ClassVar[int] = 0
+    """Memory of each of its GPUs that an engine takes besides weights and cache, if nothing else says how much."""
     route_number_bytes: ClassVar[int] = 0
     """Bytes of the host's memory in which each process of an engine keeps a number of a route, for every token that its
     cache has room for."""
@@ -118,6 +120,12 @@ class EngineConfig(Checked):
     @property
     def max_running(self) -> int | None:
         """Largest number of sequences that an engine decodes together; None if the engine decides."""
+        return None
+
+    @property
+    def held_tokens(self) -> int | None:
+        """Tokens for whose keys and values an engine takes memory at its start, whatever it samples; None if that grows
+        with what it samples, or is a share of its GPUs."""
         return None
 
     @property
@@ -203,6 +211,8 @@ class EngineUse:
     """Name of the schedule."""
     updates_in_flight: bool
     """True if weights change while responses are unfinished."""
+    eval_temperature: float | None = None
+    """Temperature of an evaluation, if it has one of its own."""
     trains: bool = True
     """False in an evaluation, which has no ranks."""
 

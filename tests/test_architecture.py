@@ -401,12 +401,13 @@ def declared() -> dict[str, list[Requirement]]:
         "cpu.txt": project["dependencies"] + extras["smollm2"],
         "sglang-cpu.txt": [line for line in extras["sglang"] if not line.startswith("cuda-toolkit")],
         "gpu.txt": project["dependencies"] + extras["smollm2"] + extras["sglang"],
+        "vllm-gpu.txt": project["dependencies"] + extras["smollm2"] + extras["vllm"],
         "dev.txt": extras["dev"] + extras["tensorboard"],
     }
     return {name: [Requirement(line) for line in lines] for name, lines in named.items()}
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt", "dev.txt", "gpu.txt"])
+@pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt", "dev.txt", "gpu.txt", "vllm-gpu.txt"])
 def test_pins_satisfy_what_is_declared(name: str) -> None:
     pinned = pins("torch.txt") | pins("cpu.txt") | pins(name)  # every list is installed on top of these two
     for requirement in declared()[name]:
@@ -435,25 +436,28 @@ def test_the_build_of_vllm_is_that_which_was_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cpu", "sglang-cpu", "vllm-cpu", "torchvision", "transformers4", "dev", "bench", "gpu"]
+    "name", ["cpu", "sglang-cpu", "vllm-cpu", "torchvision", "transformers4", "dev", "bench", "gpu", "vllm-gpu"]
 )
 def test_every_locked_package_has_a_hash(name: str) -> None:
     """But on a GPU torch stands apart, in torch.txt: its build depends on the machine."""
     text = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
     hashed = re.findall(r"^([\w.-]+)==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", text, re.MULTILINE)
     assert {canonicalize_name(package) for package in hashed} == pins(f"{name}.txt").keys()
-    assert ("torch" in pins(f"{name}.txt")) is (name == "gpu")
+    assert ("torch" in pins(f"{name}.txt")) is (name in ("gpu", "vllm-gpu"))
 
 
-def test_the_gpu_packages_are_of_one_release_of_cuda_and_join_the_tools() -> None:
+@pytest.mark.parametrize("name", ["gpu", "vllm-gpu"])
+def test_the_gpu_packages_are_of_one_release_of_cuda_and_join_the_tools(name: str) -> None:
     """FlashInfer refuses an nvcc of another release than the headers of torch's CUDA; both lists go in one command."""
-    gpu = pins("gpu.txt")
+    gpu = pins(f"{name}.txt")
     cuda = {
         name: version for name, version in gpu.items() if re.fullmatch(r"nvidia-(cuda-(nvcc|crt|runtime)|nvvm)", name)
     }
     assert len(cuda) == 4 and len({version.rpartition(".")[0] for version in cuda.values()}) == 1, cuda
     assert gpu["ray"] == pins("cpu.txt")["ray"]
     assert not gpu.keys() & pins("dev.txt").keys()
+    major = {gpu[package].partition(".")[0] for package in ("cuda-python", "cuda-bindings")}
+    assert major == {"13"}, "cuda-python of CUDA 12 overwrites the files of cuda-bindings"
 
 
 def test_the_image_takes_the_ranges_of_the_project() -> None:

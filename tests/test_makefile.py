@@ -62,9 +62,15 @@ def test_an_engine_is_installed_and_tested_where_it_was_asked_for(target: str, e
         assert (f"and not {name}" in shown) is (name != engine and target.startswith("test"))
 
 
-def test_vllm_is_refused_beside_the_packages_for_gpus() -> None:
-    done = make("demo", "ENGINE=vllm", "GPU=/dev/nvidia0")
+@pytest.mark.parametrize("target", ["demo", "test", "test-slow"])
+def test_what_runs_on_a_cpu_is_refused_beside_the_packages_of_vllm_for_gpus(target: str) -> None:
+    done = make(target, "ENGINE=vllm", "GPU=/dev/nvidia0")
     assert done.returncode == 2 and "add GPU=" in done.stderr
+
+
+def test_a_host_with_gpus_gets_the_packages_of_its_engine() -> None:
+    assert "BASE=vllm-gpu requirements/install.sh" in make("setup", "ENGINE=vllm", "GPU=/dev/nvidia0").stdout
+    assert "BASE=gpu requirements/install.sh" in make("setup", "ENGINE=torch", "GPU=/dev/nvidia0").stdout
 
 
 @pytest.mark.parametrize(("words", "full"), [((), False), (("FULL=1",), True)])
@@ -83,9 +89,10 @@ def test_the_gpu_check_keeps_the_devices_that_the_user_chose(monkeypatch: pytest
     assert "unset CUDA_VISIBLE_DEVICES" not in make("gpu-check").stdout
 
 
-def test_the_job_with_the_packages_for_gpus_has_an_environment_of_its_own() -> None:
-    shown = make("test-gpu-packages", "ARGS=--steps plans").stdout
-    assert "BASE=gpu VENV=.venv-gpu requirements/install.sh dev" in shown
-    assert shown.rstrip().endswith(".venv-gpu/bin/python -m gpu_check.packages --steps plans")
+@pytest.mark.parametrize(("engine", "base"), [("sglang", "gpu"), ("vllm", "vllm-gpu")])
+def test_the_job_with_the_packages_for_gpus_has_an_environment_of_its_own(engine: str, base: str) -> None:
+    shown = make("test-gpu-packages", f"ENGINE={engine}", "GPU=", "ARGS=--steps plans").stdout
+    assert f"BASE={base} VENV=.venv-{base} requirements/install.sh dev" in shown
+    assert shown.rstrip().endswith(f".venv-{base}/bin/python -m gpu_check.packages --steps plans")
     assert "gpu_check.packages" not in make("test").stdout + make("test-slow").stdout
-    assert ".venv-gpu" in make("clean").stdout
+    assert f".venv-{base}" in make("clean").stdout

@@ -1,4 +1,5 @@
-"""The list for a host with SGLang: servers (`gpu_check/full_engine.py`), and whole runs of the command `parity`.
+"""The list for a host with SGLang or vLLM: engines (`gpu_check/full_engine.py`, `gpu_check/vllm_engine.py`), and whole
+runs of the command `parity`.
 
 A run on a GPU shares it between one rank and one engine. Without the directory of a model in GPU_CHECK_MODEL the runs
 train the built-in arithmetic model, which needs no file and no network.
@@ -12,14 +13,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 
-from gpu_check import full_engine
+from gpu_check import full_engine, vllm_engine
 from gpu_check.checks import Check
 from gpu_check.host import Host
 from gpu_check.rows import Row, judged, noted
+from rollout.sglang.config import SGLangConfig
+from rollout.vllm.config import VLLMConfig
 from trainer.rundir.rows import read_rows
 
 MODEL_VARIABLE = "GPU_CHECK_MODEL"
@@ -34,8 +38,18 @@ SCHEDULER = "scheduler"
 
 
 def listed() -> list[Check]:
-    """All checks, cheapest first."""
-    checks = [
+    """All checks of the engines that are installed, cheapest first; those of SGLang if none is."""
+    of_vllm = [
+        Check(number=30, name="vLLM's engine", cost_s=240, run=vllm_engine.engine),
+        Check(number=31, name="runs with vLLM", cost_s=600, run=partial(runs, number="31", rollout="vllm")),
+    ]
+    has_vllm = VLLMConfig.missing_package() is None
+    checks = [*_of_sglang()] if SGLangConfig.missing_package() is None or not has_vllm else []
+    return sorted([*checks, *(of_vllm if has_vllm else ())], key=lambda check: (check.cost_s, check.number))
+
+
+def _of_sglang() -> list[Check]:
+    return [
         Check(number=20, name="starts", cost_s=400, run=full_engine.starts),
         Check(number=21, name="digests", cost_s=120, run=full_engine.digests),
         Check(number=22, name="sleep and wake", cost_s=120, run=full_engine.sleeping),
@@ -45,7 +59,6 @@ def listed() -> list[Check]:
         Check(number=26, name="two ranks of an engine", cost_s=150, run=full_engine.two_ranks),
         Check(number=27, name="exact arithmetic", cost_s=300, run=exact),
     ]
-    return sorted(checks, key=lambda check: (check.cost_s, check.number))
 
 
 def words(host: Host, run_dir: Path, *, steps: int) -> list[str]:
@@ -62,20 +75,21 @@ def words(host: Host, run_dir: Path, *, steps: int) -> list[str]:
     return [*recipe, *common, *host.pick(shared, ["rollout.num_engines=1"])]
 
 
-def runs(host: Host) -> Iterator[Row]:
+def runs(host: Host, *, number: str = "23", rollout: str = "sglang") -> Iterator[Row]:
     """Runs of the whole system to their ends, with the mismatch and the seconds of the last step."""
     for steps in host.pick(STEPS, CPU_STEPS):
         for residency in host.pick(("always", "never"), ("auto",)):
-            run_dir = host.out / f"run_{steps}_{residency}"
+            run_dir = host.out / f"run_{rollout}_{steps}_{residency}"
             command = [*words(host, run_dir, steps=steps), f"cluster.residency={residency}", "run.resume=clean"]
+            command.append(f"rollout={rollout}")
             process = _start(command, run_dir.with_suffix(".log"))
             status = _end(process, RUN_TIMEOUT_S)
             rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").is_file() else []
             last = rows[-1] if rows else {}
             shown = ", ".join(f"{name} {last[name]:.3g}" for name in SHOWN if last.get(name) is not None)
             yield judged(
-                "23",
-                f"{command[0]}, {steps} steps, cluster.residency={residency}",
+                number,
+                f"{command[0]}, rollout={rollout}, {steps} steps, cluster.residency={residency}",
                 expected=f"exit status 0 after step {steps}",
                 measured=f"exit status {status} after step {last.get('step', 0)}; {shown}",
                 ok=status == 0 and last.get("step") == steps,

@@ -1,9 +1,9 @@
 """The packages for GPUs on a machine without one: run what needs no device, print a table.
 
-    make test-gpu-packages [ARGS="--steps kernels,plans"]
+    make test-gpu-packages [ENGINE=vllm] [ARGS="--steps kernels,plans"]
 
-The Makefile has put them into .venv-gpu, whose Python runs this. A step that fails costs the others nothing; the exit
-status is then 1. Table and logs are in outputs/gpu_packages/.
+The Makefile has put them into .venv-gpu, or .venv-vllm-gpu, whose Python runs this. A step that fails costs the others
+nothing; the exit status is then 1. Table and logs are in outputs/gpu_packages/.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import platform
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,8 +24,12 @@ OUT = ROOT / "outputs" / "gpu_packages"
 PYTEST = ("-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider")
 LIMIT_S = 2 * 3600.0
 """A step that takes longer is ended, and fails."""
-SHOWN = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "transformers", "ray", "nvidia-nccl-cu13")
-"""Packages whose releases stand above the table."""
+ENGINE = "sglang" if find_spec("sglang") else "vllm"
+SHOWN = (
+    "torch", "triton", "sglang", "sglang-kernel", "vllm", "flashinfer-python", "transformers", "ray",
+    "nvidia-nccl-cu13",
+)  # fmt: skip
+"""Packages whose releases stand above the table, where they are installed."""
 
 DRIVER = """
 import ctypes, os, subprocess, sys, tempfile
@@ -34,15 +39,24 @@ command = ["gcc", "-shared", "-fPIC", "-x", "c", "-Wl,-soname,libcuda.so.1", "-o
 subprocess.run(command, input=b"int cuPointerGetAttribute(void) { return 100; }", check=True)
 """
 """Makes a library in the place of the driver's, for linkers."""
-IMPORTS = f"""{DRIVER}
-import importlib, pkgutil
-import deep_gemm, flash_attn, flashinfer, sglang.launch_server, torch, torch_memory_saver, torchvision
+PARITY_IMPORTS = """
+import importlib, pkgutil, torch
 from importlib.util import find_spec
 from torch.nn.attention.varlen import varlen_attn
-assert torch.version.cuda, f"torch {{torch.__version__}} is a build without CUDA"
-names = [m.name for p in ("algorithms", "rollout", "trainer") for m in pkgutil.walk_packages([p], f"{{p}}.")]
+assert torch.version.cuda, f"torch {torch.__version__} is a build without CUDA"
+other = "rollout.vllm" if find_spec("sglang") else "rollout.sglang"
+names = [m.name for p in ("algorithms", "rollout", "trainer") for m in pkgutil.walk_packages([p], f"{p}.")]
+names = [name for name in names if not name.startswith(f"{other}.")]
 for name in names:
     importlib.import_module(name)
+"""
+VLLM_IMPORTS = f"""{PARITY_IMPORTS}
+import vllm.v1.engine.llm_engine
+print(f"{{len(names)}} modules of Parity, and vLLM's engine")
+"""
+SGLANG_IMPORTS = f"""{DRIVER}
+{PARITY_IMPORTS}
+import deep_gemm, flash_attn, flashinfer, sglang.launch_server, torch_memory_saver, torchvision
 # sgl_kernel wants a driver. Its libraries for sm_90 must link with this torch.
 ctypes.CDLL(driver, mode=ctypes.RTLD_GLOBAL)
 for library in ("sm90/common_ops", "flash_ops"):
@@ -64,17 +78,26 @@ subprocess.run([sys.executable, "-c", code], env=os.environ | cuda_environment(s
 print("the host lacks nothing; SGLang's activation kernel is compiled for sm_90a in the environment of a server")
 """
 
-STEPS: dict[str, tuple[str, ...]] = {
-    "requirements": ("-m", "pip", "check"),
-    "imports": ("-W", "ignore", "-c", IMPORTS),
+OF_SGLANG: dict[str, tuple[str, ...]] = {
+    "imports": ("-W", "ignore", "-c", SGLANG_IMPORTS),
     "host": ("-c", HOST),
     "arguments": (*PYTEST, "tests/trainer/test_gpu_server_args.py"),
     "kernels": (*PYTEST, "tests/trainer/test_head_kernels.py", "tests/rollout/test_sglang_fusing.py"),
+}
+OF_VLLM: dict[str, tuple[str, ...]] = {
+    "imports": ("-W", "ignore", "-c", VLLM_IMPORTS),
+    "engine": (*PYTEST, "tests/rollout/test_vllm_gpu.py"),
+    "kernels": (*PYTEST, "tests/trainer/test_head_kernels.py"),
+}
+STEPS: dict[str, tuple[str, ...]] = {
+    "requirements": ("-m", "pip", "check"),
+    **(OF_SGLANG if ENGINE == "sglang" else OF_VLLM),
     "plans": (*PYTEST, "tests/trainer/test_fake_ranks.py"),
     "kit": (*PYTEST, "tests/benchmarks/test_gpu_check.py"),
     # Readers with transformers 4 have packages of their own, which do not fit beside these.
-    "tests": (*PYTEST, "-n", "2", "--dist", "loadfile", "-m", "not slow and not gpu and not sglang",
-              "-k", "not transformers_4 and not export_readers", "tests/algorithms", "tests/rollout", "tests/trainer"),
+    "tests": (*PYTEST, "-n", "2", "--dist", "loadfile", "-m", "not slow and not gpu and not sglang and not vllm",
+              "-k", "not transformers_4 and not export_readers and not test_vllm_gpu",
+              "tests/algorithms", "tests/rollout", "tests/trainer"),
 }  # fmt: skip
 """Step -> what Python of the environment runs."""
 
@@ -103,9 +126,16 @@ def run(step: str) -> tuple[bool, str, float]:
 
 def heading() -> str:
     """Date, machine and releases above the table."""
-    releases = ", ".join(f"{name} {version(name)}" for name in SHOWN)
+    releases = ", ".join(f"{name} {number}" for name in SHOWN if (number := _installed(name)))
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     return f"{time.strftime('%Y-%m-%d')}, {machine}, {releases}.\n\n| step | result | seconds |\n|---|---|---|\n"
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def main() -> int:

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from rollout.embedded import batch as embedded
 from rollout.embedded.batch import Response
 from rollout.engine import continuation
-from rollout.types import Completion
+from rollout.types import Completion, GenerateRequest
 
 if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
-
-    from rollout.vllm.sampler import SeededSampler
 
 
 class Batch(embedded.Batch["LLMEngine"]):
     """The requests that vLLM has, and those that wait. vLLM's scheduler decides which it reads in a step."""
 
-    def __init__(self, engine: LLMEngine, *, sampler: SeededSampler, num_slots: int, policy_version: int) -> None:
+    def __init__(self, engine: LLMEngine, *, num_slots: int, policy_version: int) -> None:
         super().__init__(engine, num_slots=num_slots, policy_version=policy_version)
-        self._sampler = sampler
         self._responses: dict[int, Response] = {}
         self._names: dict[int, str] = {}
         """Ticket -> vLLM's own name of the request."""
-        # vLLM's kernels ask OpenMP, which has a number for each thread: that of all cores, until torch sets it.
-        torch.set_num_threads(torch.get_num_threads())
         # Of a thread that failed or was stopped.
-        engine.abort_request(list(sampler.responses), internal=True)
-        sampler.reset(policy_version)
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
     @property
     def active(self) -> Collection[Response]:
@@ -43,9 +38,10 @@ class Batch(embedded.Batch["LLMEngine"]):
         for response in self._next(self._num_slots - self.num_active):
             self._begin(response)
         completions, ended = [], []
-        for output in self._model.step() if self._responses else []:
+        for output in self._step() if self._responses else ():
             response = self._responses[int(output.request_id)]
             [part] = output.outputs
+            self._take(response, part)
             if len(response.versions) == len(part.token_ids):  # its first tokens
                 response.shared_tokens = min(output.num_cached_tokens or 0, len(response.request.prompt_token_ids))
             reason = response.finish_reason()
@@ -60,6 +56,17 @@ class Batch(embedded.Batch["LLMEngine"]):
         self._release(ended)
         return completions
 
+    def _step(self) -> list[RequestOutput]:
+        return self._model.step()
+
+    @abstractmethod
+    def _take(self, response: Response, part: CompletionOutput) -> None:
+        """Append what vLLM drew in a step to the response, if it is not there."""
+
+    def _law(self, request: GenerateRequest) -> dict[str, Any]:
+        """What vLLM's own sampler must know of a request, as its SamplingParams name it."""
+        return {}
+
     def _begin(self, response: Response) -> None:
         """Hand a request over to vLLM."""
         request = continuation(response.request)
@@ -69,17 +76,16 @@ class Batch(embedded.Batch["LLMEngine"]):
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            **self._law(request),
         )
         # Prompts are read once for each version, also where the cache of an older version stays (pause_mode=in_place).
         prompt = {"prompt_token_ids": request.prompt_token_ids, "cache_salt": str(self._version)}
-        name = self._model.add_request(str(response.ticket), prompt, params)
-        self._responses[response.ticket] = self._sampler.responses[name] = response
-        self._names[response.ticket] = name
+        self._responses[response.ticket] = response
+        self._names[response.ticket] = self._model.add_request(str(response.ticket), prompt, params)
 
     def renew(self, model: LLMEngine, policy_version: int) -> None:
         """The engine has made vLLM forget its cache, unless rollout.pause_mode=in_place."""
         self._model, self._version = model, policy_version
-        self._sampler.policy_version = policy_version
         # What has no token yet is handed over anew: with its salt it would find the cache of the older version.
         unread = [response for response in self._responses.values() if not response.versions]
         self._release(unread)
@@ -87,7 +93,6 @@ class Batch(embedded.Batch["LLMEngine"]):
             self._begin(response)
 
     def _release(self, ended: Sequence[Response]) -> None:
-        names = [self._names.pop(response.ticket) for response in ended]
-        self._model.abort_request(names, internal=True)
-        for response, name in zip(ended, names, strict=True):
-            del self._responses[response.ticket], self._sampler.responses[name]
+        self._model.abort_request([self._names.pop(response.ticket) for response in ended], internal=True)
+        for response in ended:
+            del self._responses[response.ticket]

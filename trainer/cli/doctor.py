@@ -145,15 +145,15 @@ def _vllm(torch_found: Finding) -> Finding:
     if torch_found.status == MISSING:
         return Finding(NOTE, "vllm", "cannot run without torch")
     from rollout.vllm.config import VLLMConfig
-    from rollout.vllm.engine import RELEASE
+    from rollout.vllm.releases import ON_CPU, ON_GPU, installed_package
 
-    if (missing := VLLMConfig.missing_package()) is not None:
-        return Finding(NOTE, "vllm", "not installed, as most runs do without it", missing.remedy)
-    [distribution, *_] = packages_distributions()["vllm"]  # a third party's build has another name
-    found = f"{version(distribution)} ({distribution})"
-    if version(distribution).startswith(RELEASE):
-        return Finding(OK, "vllm", found)
-    return Finding(NOTE, "vllm", f"{found}: rollout=vllm needs {RELEASE}x", "make setup ENGINE=vllm in the checkout")
+    if (package := installed_package()) is None:
+        return Finding(NOTE, "vllm", "not installed, as most runs do without it", f"{VLLMConfig.package_remedy}.")
+    name, number = package
+    for release, where in ((ON_CPU, "on a CPU"), (ON_GPU, "on a GPU")):
+        if release.is_installed:
+            return Finding(OK, "vllm", f"{number} ({name}), {where}")
+    return Finding(NOTE, "vllm", f"{number} ({name}): rollout=vllm needs {ON_CPU} or {ON_GPU}", f"{ON_CPU.remedy}.")
 
 
 def _cores() -> Finding:

@@ -174,6 +174,7 @@ class TrainConfig(Checked):
             sends_adapter=self.sends_adapter,
             schedule=self.schedule.kind,
             updates_in_flight=self.schedule.updates_in_flight,
+            eval_temperature=self.eval.temperature,
             trains=trains,
         )
 

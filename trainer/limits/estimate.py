@@ -291,7 +291,9 @@ def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
     """Bytes of one rollout engine."""
     rollout, number_bytes = config.rollout, DTYPE_BYTES[config.rollout.dtype]
     samples = math.ceil(config.batch.samples_per_step / rollout.num_engines)
-    tokens = min(samples, rollout.max_running or samples) * batch_shape(config).tokens_per_sample
+    tokens = rollout.held_tokens
+    if tokens is None:
+        tokens = min(samples, rollout.max_running or samples) * batch_shape(config).tokens_per_sample
     # A choice is the number of an expert, and with Routing.weights that of its factor.
     numbers = {Routing.live: 0, Routing.replay: 1, Routing.weights: 2}[config.policy.routing]
     saved = shape.body_parameters * (number_bytes - 1) if rollout.takes_quantized else 0  # 8 bits; the head keeps its

@@ -80,20 +80,21 @@ class MemoryPlan:
         """Bytes that one engine takes of each of its GPUs while the ranks are awake."""
         taken = None if self.device_bytes is None else self.config.rollout.taken_bytes(self.device_bytes)
         if taken is None and self.engine is not None:
-            taken = self.engine.weights + self.engine.kv_cache
+            taken = self.engine.weights + self.engine.kv_cache + self.config.rollout.work_bytes
         return taken
 
     @property
     def cache_tokens(self) -> int | None:
-        """Tokens that the KV cache of an engine has room for, on a CPU those of its samples at the cap; None if the
-        size of the model or of the GPU is unknown."""
+        """Tokens that the KV cache of an engine has room for; on a CPU, if it grows, those of its samples at the cap;
+        None if the size of the model or of the GPU is unknown."""
         engine, rollout = self.engine, self.config.rollout
         if engine is None or not rollout.gpus_per_engine:
             return None if engine is None else engine.tokens
         if self.device_bytes is None:
             return None
         room = self.engine_room(self.device_bytes)
-        return max(0, room - engine.weights // rollout.tp_size) // engine.token_bytes
+        fitting = max(0, room - engine.weights // rollout.tp_size) // engine.token_bytes
+        return fitting if rollout.held_tokens is None else min(fitting, rollout.held_tokens)
 
     def engine_room(self, gpu_bytes: int) -> int:
         """Bytes of each of its GPUs, of `gpu_bytes`, that an engine has for weights and cache."""
@@ -217,7 +218,7 @@ class MemoryPlan:
         if self.rank is None or self.engine is None:
             yield f"unknown: {self.unknown}"
             return
-        rank, engine, policy = self.rank, self.engine, self.config.policy
+        rank, engine, policy, held = self.rank, self.engine, self.config.policy, self.config.rollout.held_tokens
         is_lora = bool(policy.lora.rank)  # without its adapter the policy is the reference
         others = (
             ["reference"] * (self.config.has_reference and not is_lora)
@@ -233,7 +234,8 @@ class MemoryPlan:
         )
         yield (
             f"each of {counted(self.config.rollout.num_engines, 'engine')}: weights {size(engine.weights)} "
-            f"+ KV cache {size(engine.kv_cache)} if all that it samples at once were at the cap"
+            f"+ KV cache {size(engine.kv_cache)} "
+            + ("if all that it samples at once were at the cap" if held is None else f"of {held:,} tokens")
         )
         if engine.route_bytes:
             yield (
