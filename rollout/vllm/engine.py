@@ -59,7 +59,7 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
         super().__init__(config, index=setup.index)
         self._vllm = config
         self._setup = setup
-        self._log_file = setup.log_dir / f"engine-{setup.index}.log"
+        self._log = logging.FileHandler(setup.log_dir / f"engine-{setup.index}.log", delay=True)
         self._model: LLMEngine | None
         self._places: dict[str, Tensor] = {}
 
@@ -90,7 +90,7 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
                 self.stop()
                 text = f"{self._name} start: {model_path} could not be loaded: {type(error).__name__}: {error}; "
                 text += "rollout.cache_tokens and rollout.max_batch_size decide what vLLM takes of the memory; see "
-                raise EngineError(f"{text}{self._log_file}") from error
+                raise EngineError(f"{text}{self._log.baseFilename}") from error
         limits, cache = engine.model_config, engine.vllm_config.cache_config
         self._vocab_size, self._context_length = limits.get_vocab_size(), limits.max_model_len
         held = self._vllm.held_tokens
@@ -109,11 +109,10 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
         set_num_threads(self._setup.num_threads)
         os.environ.update({**self.environment, "OMP_NUM_THREADS": str(self._setup.num_threads)})
         log = logging.getLogger("vllm")
-        if not log.handlers:
-            self._log_file.parent.mkdir(parents=True, exist_ok=True)
-            log.addHandler(logging.FileHandler(self._log_file))
-            log.propagate = False
-            log.setLevel(logging.INFO)
+        self._setup.log_dir.mkdir(parents=True, exist_ok=True)
+        log.addHandler(self._log)
+        log.propagate = False
+        log.setLevel(logging.INFO)
         try:
             yield
         finally:
@@ -164,3 +163,5 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
             self._places = {}
         if VLLMEngine._running is self:
             VLLMEngine._running = None
+            logging.getLogger("vllm").removeHandler(self._log)
+            self._log.close()

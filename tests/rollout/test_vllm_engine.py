@@ -35,10 +35,10 @@ def tiny(directory: Path, *, seed: int = 0) -> PreTrainedModel:
     return write_tiny_model(directory, seed=seed, head_dim=32, max_positions=LONG + 20)
 
 
-def started(directory: Path, **options: object) -> VLLMEngine:
+def started(directory: Path, *, logs: str = "", **options: object) -> VLLMEngine:
     config, model = VLLMConfig(dtype=DType.float32, **options), directory / "model"  # type: ignore[arg-type]
     setup = EngineSetup(
-        config=config, index=0, seed=0, device="cpu", num_threads=1, log_dir=directory, model_path=model
+        config=config, index=0, seed=0, device="cpu", num_threads=1, log_dir=directory / logs, model_path=model
     )
     engine: VLLMEngine = config.build(setup)  # type: ignore[assignment]
     engine.start(model)
@@ -55,7 +55,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.vllm
 def test_a_cache_smaller_than_the_context_holds_a_response_of_its_size(directory: Path) -> None:
     """Before the engine that the other tests share: a process holds one at a time."""
-    small = started(directory, cache_tokens=64, max_batch_size=4096)
+    small = started(directory, logs="small", cache_tokens=64, max_batch_size=4096)
     try:
         [request] = make_requests([PROMPT[:40]], max_new_tokens=24, stop=())
         [generation] = small.generate([request])
@@ -91,6 +91,12 @@ def under_way(engine: VLLMEngine) -> list[GenerateRequest]:
     engine.submit(range(len(requests) + 1), [*requests, short])
     assert poll_all(engine, 1).keys() == {len(requests)}
     return requests
+
+
+@pytest.mark.vllm
+def test_an_engine_writes_what_vllm_says_into_its_own_log(engine: VLLMEngine, directory: Path) -> None:
+    """Also after another one in the same process."""
+    assert all((directory / place / "engine-0.log").stat().st_size for place in ("small", ""))
 
 
 @pytest.mark.vllm
