@@ -64,6 +64,29 @@ def test_a_cache_smaller_than_the_context_holds_a_response_of_its_size(directory
         small.stop()
 
 
+@pytest.mark.vllm
+def test_responses_that_a_full_cache_takes_back_go_on_as_they_were(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks hold two responses until each needs its second one: vLLM takes one back, and reads it again later."""
+    model, requests = tiny(directory / "model"), make_requests([PROMPT[:20], PROMPT[1:21]], max_new_tokens=24, stop=())
+    small = started(directory, logs="small", cache_tokens=64)
+    assert small._model is not None
+    scheduler, taken_back = small._model.engine_core.engine_core.scheduler, []
+    take_back = scheduler._preempt_request
+
+    def noted(request: object, *arguments: object, **options: object) -> None:
+        taken_back.append(request)
+        take_back(request, *arguments, **options)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", noted)
+    try:
+        generations = small.generate(requests)
+    finally:
+        small.stop()
+    assert taken_back and largest_gap(requests, generations, model, temperature=1.0) < 1e-4
+
+
 @pytest.fixture(scope="module")
 def engine(directory: Path) -> Iterator[VLLMEngine]:
     made = started(directory, max_batch_size=16)
