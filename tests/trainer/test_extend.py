@@ -30,6 +30,7 @@ from trainer.cli.evaluate import UNREAD
 from trainer.cli.export import NOT_EXPORTED
 from trainer.compose.compose import resolve
 from trainer.config.outputs import CustomSink
+from trainer.config.paths import recipe_dir
 from trainer.replay.modes import chosen_modes, name_problems
 from trainer.run.guard import build_guard
 from trainer.run.task import Task, prompt_stream
@@ -38,6 +39,7 @@ from trainer.rundir.provenance import config_document
 from trainer.rundir.resume import changed_keys, flat_config
 from trainer.rundir.run_dir import StartError
 from trainer.study.config import StudyConfig
+from trainer.study.grid import compose_study
 from trainer.tracking import sink_thread
 from trainer.tracking.sink_thread import SinkThread
 from trainer.tracking.tracker import Tracker
@@ -388,6 +390,15 @@ def test_what_is_wrong_is_said_before_anything_starts(words: str, here: Path) ->
     base = ["correction=custom"] if words.startswith("correction") else []
     found = messages(*base, *list_of_words)
     assert any(line.startswith(f"{key} ") and rule in line for line in found), found
+
+
+def test_a_user_correction_of_a_study_lies_in_any_directory(here: Path) -> None:
+    (place := here / "données (1), b").mkdir()
+    (place / "gentle.py").write_bytes((here / "gentle.py").read_bytes())
+    axes = StudyConfig(modes=["tis", f"{place}/gentle.py:GentleTIS"], precisions=["int8"], seeds=[0])
+    study, problems = compose_study(recipe_dir() / "arithmetic_grpo.yaml", ["rollout=torch"], axes, own_dir=None)
+    assert not problems and [cell.mode for cell in study.cells] == axes.modes
+    assert [type(cell.config.correction).__name__ for cell in study.cells] == ["TISConfig", "GentleTIS"]
 
 
 def test_a_user_correction_stands_in_a_study_and_in_a_replay(here: Path) -> None:

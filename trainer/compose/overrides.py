@@ -98,7 +98,7 @@ def _parsed(word: str, parser: OverridesParser, *, multirun: bool) -> Override:
         if not is_path:
             raise
         is_read = False
-    return parser.parse_overrides([f"{key}={_literal(value)}"])[0] if is_path and not is_read else found
+    return parser.parse_overrides([f"{key}={literal(value)}"])[0] if is_path and not is_read else found
 
 
 def _names_path(key: str) -> bool:
@@ -115,15 +115,15 @@ def quoted_home(word: str, *, sweeps: bool = False) -> str:
     """
     key, is_set, value = word.partition("=")
     if value.startswith("~") and not sweeps:
-        return f"{key}={_literal(value)}"
+        return f"{key}={literal(value)}"
 
     def quoted(found: re.Match[str]) -> str:
-        return found[0] if found["path"] is None else _literal(found["path"].strip())
+        return found[0] if found["path"] is None else literal(found["path"].strip())
 
     return f"{key}{is_set}{_WITH_TILDE.sub(quoted, value)}"
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """A text without quotes, as Hydra would read it, in quotes."""
     # OmegaConf reads no quotes with a backslash before them in an interpolation.
     quote = Quote.double if "'" in text else Quote.single

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from algorithms.config import Problem
 from rollout.config import Quantization
+from rollout.user_code.custom_code import is_custom
 from trainer.compose.compose import resolve
 from trainer.compose.hydra_session import hydra_session
 from trainer.compose.keys import field_names
-from trainer.compose.overrides import parse
+from trainer.compose.overrides import literal, parse
 from trainer.config.train import TrainConfig
 from trainer.start.checks import start_problems
 from trainer.study.config import StudyConfig, precision_words
@@ -78,7 +79,8 @@ def compose_study(
     wrong = _word_problems(recipe, words, own_dir=own_dir)
     words = tuple(word for word in words if word not in wrong)
     config = replace(config, precisions=config.precisions or _default_precisions(recipe, words, own_dir=own_dir))
-    axes = (f"correction={','.join(config.modes)}", f"run.seed={','.join(map(str, config.seeds))}")
+    modes = [literal(mode) if is_custom(mode) else mode for mode in config.modes]
+    axes = (f"correction={','.join(modes)}", f"run.seed={','.join(map(str, config.seeds))}")
     cells: list[Cell] = []
     problems: dict[str, list[Problem]] = {}
     for precision in config.precisions:
