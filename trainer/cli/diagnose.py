@@ -12,20 +12,20 @@ import logging
 import math
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from algorithms.config import NOT_SET, Problem
 from algorithms.config.home import from_home
 from rollout.config import DType, Quantization
-from trainer.cli.step_source import StepWords, read_words, recorded, show
+from trainer.cli.step_source import StepWords, read_words, show, with_config
 from trainer.cli.tables import rows_text
 from trainer.compose.overrides import override_words
 from trainer.config.outputs import CHECKPOINTS, DUMPS
 from trainer.ending.exit_codes import DONE, report
 from trainer.rundir.checkpoint import known_versions
-from trainer.rundir.dump import DumpError, dumped_steps, open_dump, way_to_a_dump
+from trainer.rundir.dump import Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
 from trainer.rundir.run_dir import CONFIG_FILE
 from trainer.rundir.sealed_directory import sealed_steps
 from trainer.text.plain import to_stderr
@@ -64,28 +64,32 @@ def run_diagnose(words: Sequence[str]) -> int:
     models = _models(given, problems)
     if source is None or problems or not (out := found.out(source, OUTPUT)):
         return report(problems, command=NAME)
-    run_dir, steps = source, [found.step] if found.step is not None else []
-    if found.is_run and not steps and not (steps := _judged(source)):
+    run_dir, step = source, found.step
+    dumps = _judged(source) if found.is_run and step is None else []
+    if found.is_run and step is None and not dumps:
         run_dir = one_more(source)
         step, code = _one_more_step(source, run_dir)
         if code != DONE:
             to_stderr(f"{NAME} {source}: step {step} could not be taken in {run_dir}\n")
             return code
-        steps = [step]
-    return show(lambda: _diagnosed(found, run_dir, steps, models, out), out, command=f"{NAME} {source}")
+
+    def opened() -> list[Dump]:
+        return dumps if step is None else [open_dump(run_dir, step)]
+
+    return show(lambda: _diagnosed(found, opened, models, out), out, command=f"{NAME} {source}")
 
 
-def _judged(run_dir: Path) -> list[int]:
-    """The newest dumped steps whose weights are known; a dump that is damaged is named and left out."""
-    versions, found = known_versions(run_dir), []
+def _judged(run_dir: Path) -> list[Dump]:
+    """The dumps of the newest steps whose weights are known; a dump that is damaged is named and left out."""
+    versions, found = known_versions(run_dir), list[Dump]()
     for step in reversed(dumped_steps(run_dir)):
         try:
-            version = open_dump(run_dir, step).description.policy_version
+            dump = open_dump(run_dir, step)
         except DumpError as error:
             to_stderr(f"{NAME}: {error}\n")
             continue
-        if version in versions:
-            found.append(step)
+        if dump.description.policy_version in versions:
+            found.append(dump)
         if len(found) == MOST_STEPS:
             break
     return found[::-1]
@@ -144,9 +148,9 @@ def _one_more_step(run_dir: Path, directory: Path) -> tuple[int, int]:
 
 
 def _diagnosed(
-    found: StepWords, run_dir: Path, steps: Sequence[int], models: Sequence[Path], out: Path
+    found: StepWords, opened: Callable[[], list[Dump]], models: Sequence[Path], out: Path
 ) -> tuple[str, list[Path]]:
-    """Judge the steps of `run_dir`, or a bundle, and write the answer -> (its text, the files)."""
+    """Judge the steps that `opened` gives of a run, or a bundle, and write the answer -> (its text, the files)."""
     # Imported late, because these lines import torch.
     from trainer.diagnose.diagnosis import diagnose
     from trainer.diagnose.evidence import evidence_of, pooled
@@ -164,8 +168,7 @@ def _diagnosed(
         out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out if found.is_run else None, prefix=".weights-") as scratch:
         if found.is_run:
-            dumps = [recorded(run_dir, step) for step in steps]
-            of_run = steps_of_run(dumps, known_versions(found.source), Path(scratch))
+            of_run = steps_of_run([with_config(dump) for dump in opened()], known_versions(found.source), Path(scratch))
             bundles, weights = [each.bundle for each in of_run], [each.models for each in of_run]
         else:
             bundles, weights = [read_any(found.source, step=found.step)], [list(models)]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from algorithms.config import NOT_SET, Problem
-from trainer.cli.step_source import StepWords, read_words, recorded, show
+from trainer.cli.step_source import StepWords, read_words, show, with_config
 from trainer.cli.tables import rows_text
 from trainer.ending.exit_codes import report
 from trainer.replay.modes import all_names, name_problems, of_bundle
-from trainer.rundir.dump import way_to_a_dump
+from trainer.rundir.dump import open_dump, way_to_a_dump
 from trainer.rundir.run_dir import unusable_problem
 from trainer.text.plain import size
 
@@ -62,7 +62,7 @@ def _replayed(
 
     if found.is_run:
         assert found.step is not None
-        dump, config = recorded(source, found.step)
+        dump, config = with_config(open_dump(source, found.step))
         replay: Replay = replay_step(dump, config, modes, run_dir=source)
     else:
         read = read_any(source, step=found.step)

@@ -15,7 +15,7 @@ from trainer.config.outputs import DUMPS
 from trainer.config.train import TrainConfig
 from trainer.ending.exit_codes import DONE
 from trainer.replay.peers.places import rank_files
-from trainer.rundir.dump import CONFIG, Dump, open_dump
+from trainer.rundir.dump import CONFIG, Dump
 from trainer.rundir.run_dir import CONFIG_FILE, StartError, runs_inside, unusable_problem
 from trainer.text.plain import to_stdout
 
@@ -68,9 +68,8 @@ def read_words(words: Sequence[str], *, command: str, of_run: Sequence[str], of_
     return StepWords(source, is_run, given, problems)
 
 
-def recorded(run_dir: Path, step: int) -> tuple[Dump, TrainConfig]:
+def with_config(dump: Dump) -> tuple[Dump, TrainConfig]:
     """A step that a run wrote down, and its config. Raises StartError if it cannot be used."""
-    dump = open_dump(run_dir, step)
     resolution = resolve((dump.path / CONFIG).resolve(), (), own_dir=None, multirun=False)
     config = resolution.runs[0].config
     if config is None:
