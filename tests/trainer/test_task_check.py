@@ -578,6 +578,12 @@ def test_exact_arithmetic_of_a_mixture_is_refused_on_gpus_and_with_factors_of_th
     assert run(["train", *exact, "policy.routing=weights", "rollout.exact=false"]) == 0
 
 
+def test_factors_of_experts_are_refused_for_a_dense_model(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for recipe in ("mine.yaml", "arithmetic_grpo"):
+        assert run(["train", recipe, "policy.routing=weights", "--dry-run"]) == 2
+        assert re.search("policy.routing has no effect: .* is a dense model", capsys.readouterr().err)
+
+
 def test_prompts_with_tokens_that_the_model_has_not_are_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with TemporaryDirectory(dir=own) as directory:
         shutil.copytree(own / "tiny", directory, dirs_exist_ok=True)

@@ -158,11 +158,10 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
                     value=config.model.path,
                     remedy="Use another model, or rollout=torch.",
                 )
-            if has_experts(found):
-                yield from _routing_problems(config)
+            yield from _routing_problems(config, is_mixture=has_experts(found))
         return
-    if isinstance(config.model, ArithmeticModelConfig) and config.model.num_experts:
-        yield from _routing_problems(config)
+    is_mixture = isinstance(config.model, ArithmeticModelConfig) and config.model.num_experts > 0
+    yield from _routing_problems(config, is_mixture=is_mixture)
     try:
         cache = default_cache_dir()
     except ConfigError as error:
@@ -173,8 +172,13 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
         yield unusable
 
 
-def _routing_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Yield what a mixture of experts cannot be trained with."""
+def _routing_problems(config: TrainConfig, *, is_mixture: bool) -> Iterator[Problem]:
+    """Yield what a mixture of experts cannot be trained with, and what a dense model has no use for."""
+    if not is_mixture:
+        if config.policy.routing is Routing.weights:
+            rule = f"has no effect: {config.model.description} is a dense model, which chooses no experts"
+            yield config.broken("policy.routing", rule, "Leave it out.")
+        return
     if config.policy.routing is not Routing.live and not config.rollout.returns_routes:
         rule = f"must be live: engines of rollout={config.rollout.kind} as they are set here return no routes"
         yield config.broken("policy.routing", rule, "The trainer then chooses the experts itself.")
