@@ -118,10 +118,6 @@ class LayoutError(ValueError):
     """The tensors that are sent cannot make up what the engine holds."""
 
 
-class BroadcastError(EngineError):
-    """Weights did not reach another machine: a group member died or was late. The caller may send copies instead."""
-
-
 class Engine(Protocol):
     """One rollout engine. Every call has a deadline and raises EngineError when the deadline passes.
 

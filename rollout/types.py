@@ -375,17 +375,6 @@ EngineDigests = dict[WeightLayout, list[dict[str, str]]]
 """Layout -> rank -> parameter -> digest that the engine must report, 16 hex digits."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BroadcastAddress:
-    """Address at which the receivers of weights meet the sender."""
-
-    host: str
-    port: int
-    num_receivers: int
-    timeout_s: float
-    """Deadline in seconds of every broadcast of all weights; for the first broadcast, forming the group included."""
-
-
 @dataclass(kw_only=True, slots=True)
 class SharedWeights:
     """Announcement of one version of the weights in shared memory, sent to engines instead of the weights."""
@@ -397,8 +386,6 @@ class SharedWeights:
     """Quantisation error of these weights; None for plain weights."""
     engine_digests: EngineDigests = field(default_factory=dict)
     """Of the layouts that were known when the weights were published."""
-    broadcast: BroadcastAddress | None = None
-    """Address at which workers of other machines receive the weights; None without receivers."""
     base: SharedWeights | None = None
     """The frozen weights, if these are an adapter. They stay the same during a run."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from rollout.config import EngineConfig
 from rollout.engine import (
     ABORT_TIMEOUT_S,
     POLL_S,
-    BroadcastError,
     EngineError,
     EngineInfo,
     WeightReport,
@@ -34,16 +33,16 @@ from rollout.group.actor_calls import (
     LostWorkerError,
     WorkerError,
     WorkerProcess,
+    copy_weights,
     gather,
     kill_worker,
     stop_workers,
 )
 from rollout.group.balance import load_of, split_by_load
-from rollout.group.group_member import Health, Member, Published, Transport
+from rollout.group.group_member import Health, Member, Published
 from rollout.group.residency import SharedGpu
 from rollout.group.worker import RELEASE_TIMEOUT_S, LostEngine
-from rollout.types import Completion, FinishReason, GenerateRequest, Generation, SharedWeights, WeightLayout
-from rollout.weights.weight_broadcast import Receiver
+from rollout.types import Completion, FinishReason, GenerateRequest, Generation, WeightLayout
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +77,8 @@ class EngineGroup:
         self._shared_gpu = shared_gpu or SharedGpu()
         self._members = [self._fresh(index, node) for index, node in enumerate(nodes)]
         self._weights: Published | None = None
+        self._base: ray.ObjectRef[Any] | None = None
+        """Copy of the frozen weights beside an adapter, once an engine needed one: they stay the same."""
         self._next_ticket = 0
         self._backlog: dict[int, GenerateRequest] = {}
         """Ticket -> request that no engine holds."""
@@ -204,35 +205,19 @@ class EngineGroup:
         sampled_s = sum(member.sampled_before_s + member.sampled_s for member in self._members)
         return sampled_s / len(self._members) - self._generating_s
 
-    def num_by(self, transport: Transport) -> int:
-        """Number of serving engines that received their weights by `transport`."""
-        return sum(member.transport is transport for member in self._serving())
+    @property
+    def num_mapped(self) -> int:
+        """Number of serving engines that read their weights in memory of their machine."""
+        return sum(member.is_mapped for member in self._serving())
 
     @property
     def nodes(self) -> frozenset[str]:
         """Ray node ids of the engines."""
         return frozenset(member.node for member in self._members)
 
-    def receivers(self, nodes: Collection[str]) -> tuple[Receiver, ...]:
-        """One serving engine per Ray node not among `nodes`, whose worker can receive weights for its node."""
-        first = {member.node: Receiver(member.index, member.restarts) for member in reversed(self._serving())}
-        return tuple(sorted(receiver for node, receiver in first.items() if node not in nodes))
-
     def layouts(self) -> tuple[WeightLayout, ...]:
         """The different layouts in which engines hold the weights and digest them."""
         return tuple(dict.fromkeys(member.layout for member in self._members if member.layout is not None))
-
-    def receive_weights(self, announced: SharedWeights, receivers: Sequence[Receiver]) -> dict[str, SharedWeights]:
-        """Let `receivers` receive the weights that rank 0 sends meanwhile -> Ray node id -> weights in its memory.
-
-        A node whose receiver failed is missing in the result.
-        """
-        nodes = {index: self._members[index].node for index, _ in receivers}
-        calls: dict[int, ray.ObjectRef[Any]] = {
-            index: self._members[index].worker.receive_weights.remote(announced, rank)
-            for rank, index in enumerate(nodes, start=1)
-        }
-        return {nodes[index]: there for index, there in self._gather(calls, phase="weight broadcast").items()}
 
     def load_weights(self, published: Published) -> dict[int, WeightReport]:
         """Load these weights into every engine, which verifies them -> index of each serving engine -> report.
@@ -323,8 +308,12 @@ class EngineGroup:
         if self._weights is None:
             raise RuntimeError("weights are loaded after they have been published")
         member.requested_version = self._weights.shared.policy_version
-        member.transport, weights = self._weights.for_engine(member)
-        call: ray.ObjectRef[Any] = member.worker.load_weights.remote(weights)
+        shared = self._weights.on_machine(member.node)
+        member.is_mapped = shared is not None
+        if shared is None and self._base is None and (base := self._weights.shared.base) is not None:
+            self._base = copy_weights(base, node=self._weights.node)
+        copies = (self._weights.copies, self._base) if shared is None else (shared,)
+        call: ray.ObjectRef[Any] = member.worker.load_weights.remote(*copies)
         return call
 
     def _dispatch(self) -> None:
@@ -466,11 +455,7 @@ class EngineGroup:
             except (EngineError, LostWorkerError) as error:
                 if isinstance(error, WeightSyncError):
                     raise
-                if isinstance(error, BroadcastError):
-                    # Another member of the broadcast group may be the cause, and copies can replace the broadcast.
-                    logger.warning("phase %s: %s: %s", phase, member.name, error)
-                else:
-                    self._lose(member, str(error))
+                self._lose(member, str(error))
         return answers
 
     def _all(self, calls: Sequence[ray.ObjectRef[Any]], *, phase: str) -> None:

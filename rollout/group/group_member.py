@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -30,17 +30,6 @@ class Health(Enum):
     serving = "serving"
     retired = "retired"
     """The engine was lost more often than rollout.max_restarts and is not restarted."""
-
-
-class Transport(Enum):
-    """Transport by which weights reach an engine."""
-
-    mapped = "shared memory"
-    """A rank on the engine's machine published the weights in shared memory, which the engine maps."""
-    broadcast = "broadcast"
-    """One worker of the engine's machine received the weights for all engines of the machine."""
-    copied = "Ray objects"
-    """The engine receives copies, because it joined after the broadcast or there was no broadcast."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,8 +64,9 @@ class Member:
     """EngineInfo.cache_tokens of the engine; None before it is ready."""
     layout: WeightLayout | None = None
     """EngineInfo.layout of the engine, or of the one that it replaces."""
-    transport: Transport = Transport.mapped
-    """Transport of the weights that the engine was last told to load."""
+    is_mapped: bool = True
+    """True if the weights that the engine was last told to load lie in memory of its machine, where a rank wrote them;
+    False for copies."""
     report: WeightReport | None = None
     sampled_s: float = 0.0
     """Seconds in which the engine sampled, as last reported by the engine."""
@@ -111,22 +101,13 @@ class Published:
     """Ray node id of rank 0, whose machine's memory holds the weights."""
     by_ranks: Mapping[str, SharedWeights] = field(default_factory=dict)
     """Ray node id -> weights that another rank of the policy wrote into the memory of its machine."""
-    received: Mapping[str, SharedWeights] = field(default_factory=dict)
-    """Ray node id -> weights that a broadcast stored in the memory of that node."""
 
     @cached_property
     def copies(self) -> ray.ObjectRef[Any]:
-        """The weights in the object store, as PackedWeights; copied when an engine first needs a copy."""
-        return copy_weights(self.shared, node=self.node)
+        """The weights in the object store, as PackedWeights; copied when an engine first needs a copy. The base of an
+        adapter is not among them."""
+        return copy_weights(replace(self.shared, base=None), node=self.node)
 
-    def for_engine(self, member: Member) -> tuple[Transport, SharedWeights | ray.ObjectRef[Any]]:
-        """(transport, argument for the worker) for an engine: weights in the memory of its machine, or copies."""
-        if member.node == self.node:
-            return Transport.mapped, self.shared
-        if member.node in self.by_ranks:
-            return Transport.mapped, self.by_ranks[member.node]
-        there = self.received.get(member.node)
-        # The lost worker of this engine may be the receiver, and the received weights are lost with its memory.
-        if there is None or member.health is not Health.serving:
-            return Transport.copied, self.copies
-        return Transport.broadcast, there
+    def on_machine(self, node: str) -> SharedWeights | None:
+        """The weights in the memory of a Ray node; None for a node without a rank, whose engines need copies."""
+        return self.shared if node == self.node else self.by_ranks.get(node)

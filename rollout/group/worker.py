@@ -14,15 +14,13 @@ from pathlib import Path
 
 import ray
 
-from rollout.config import LOOPBACK
-from rollout.engine import BroadcastError, EngineError, EngineInfo, EngineSetup, WeightReport
+from rollout.engine import EngineError, EngineInfo, EngineSetup, WeightReport
 from rollout.processes.inherited import allow_open_files, forget_allocator, forget_launcher
 from rollout.processes.process_marks import ProcessMark, mark_processes, wait_for_end
 from rollout.processes.process_memory import private_bytes
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
 from rollout.types import Completion, GenerateRequest, PackedWeights, SharedWeights
 from rollout.weights.shared_weights import WeightReader
-from rollout.weights.weight_broadcast import WeightReceiver
 
 CONCURRENCY_GROUPS = {"requests": 1, "answers": 1}
 """Concurrency group -> number of actor threads for the methods of the group, besides the thread for other methods."""
@@ -56,7 +54,6 @@ class RolloutWorker:
         self._engine = setup.config.build(setup)
         self._pids: tuple[int, ...] = ()
         self._shared, self._base = WeightReader(), WeightReader()
-        self._receiver = WeightReceiver()
 
     def start(self, lost: LostEngine | None = None) -> tuple[EngineInfo, tuple[ProcessMark, ...]]:
         """Start the engine -> (its description, processes to kill if the worker does not answer any more).
@@ -95,26 +92,16 @@ class RolloutWorker:
     def sampling_s(self) -> float:
         return self._engine.sampling_s
 
-    def receive_weights(self, announced: SharedWeights, rank: int) -> SharedWeights:
-        """Receive the weights from another machine for all engines of this machine -> the weights in local memory.
-
-        A collective of rank 0 of the policy and one worker per machine, which meet at `announced.broadcast`.
-        """
-        address = announced.broadcast
-        if address is None:
-            raise BroadcastError(f"policy version {announced.policy_version} was not announced for a broadcast")
-        host = address.host if address.host in LOOPBACK else ray.util.get_node_ip_address()
-        return self._receiver.receive(announced, address, rank=rank, host=host)
-
-    def load_weights(self, weights: SharedWeights | PackedWeights) -> WeightReport:
-        """Load weights from the memory of this machine, or from copies sent by another machine."""
+    def load_weights(self, weights: SharedWeights | PackedWeights, base: PackedWeights | None = None) -> WeightReport:
+        """Load weights from the memory of this machine, or from copies sent by another machine, with the `base` of an
+        adapter beside them."""
         if isinstance(weights, SharedWeights):
             with ExitStack() as within:
                 base = None if weights.base is None else within.enter_context(self._base.opened(weights.base))
                 packed = within.enter_context(self._shared.opened(weights))
                 report = self._engine.load_weights(replace(packed, base=base))
         else:
-            report = self._engine.load_weights(weights)
+            report = self._engine.load_weights(replace(weights, base=base))
         if not (report.in_place and isinstance(weights, SharedWeights)):
             self._shared.release()
             self._base.release()
@@ -136,4 +123,3 @@ class RolloutWorker:
         self._engine.stop()
         self._shared.close()
         self._base.close()
-        self._receiver.close()

@@ -1,1 +1,1 @@
-"""Transfer of weights from the trainer to the engines: packing, digests, shared memory, broadcast, quantisation."""
+"""Transfer of weights from the trainer to the engines: packing, digests, shared memory, quantisation."""

@@ -1,10 +1,9 @@
 """Weights in shared memory: the trainer writes, the engines on the same machine map the memory and read in place.
 
 `trainer/policy/worker.py` publishes with a `WeightPublisher`, which copies by `write_tensors` of
-`rollout/weights/packed_weights.py`; `rollout/weights/weight_broadcast.py` fills regions on
-other machines; `rollout/group/worker.py` opens with a `WeightReader`, and the SGLang server with `map_region`
-(`rollout/sglang/loader.py`). The message between these processes is a `SharedWeights`: address of the bytes, policy
-version, and one digest per tensor.
+`rollout/weights/packed_weights.py`; `rollout/group/worker.py` opens with a `WeightReader`, and the SGLang server with
+`map_region` (`rollout/sglang/loader.py`). The message between these processes is a `SharedWeights`: address of the
+bytes, policy version, and one digest per tensor.
 
 A region holds the whole model in the engine's dtype, not a ring of a few parts. So an engine can check every byte
 before it replaces the first weight, reads at its own pace without a hand-shake per part, and may continue to use the

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollout.config import Routing
 from rollout.engine import Engine, EngineSetup, WeightReport, wait_for
-from rollout.group.group_member import Published, Transport
+from rollout.group.group_member import Published
 from rollout.group.worker import RolloutWorker
 from rollout.types import GenerateRequest, Generation, Prompt, SharedWeights, WeightLayout
 from trainer.batch.train_batch import MicroBatch
@@ -30,8 +30,6 @@ PROMPTS = [[3, 4, 5, 6, 7, 8, 9], [20, 21, 22], [40, 41], [11, 12, 13, 14, 11, 1
 class OneRank:
     """The PolicyGroup of one rank without an actor around it."""
 
-    nodes: frozenset[str] = frozenset({"here"})
-
     def __init__(self, worker: PolicyWorker) -> None:
         self.worker = worker
         self.has_base = False
@@ -39,9 +37,7 @@ class OneRank:
     def resident(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def publish_weights(
-        self, *, policy_version: int, nodes: object, receivers: object, layouts: tuple[WeightLayout, ...]
-    ) -> Published:
+    def publish_weights(self, *, policy_version: int, nodes: object, layouts: tuple[WeightLayout, ...]) -> Published:
         shared = self.worker.publish_weights(policy_version, with_base=not self.has_base, layouts=layouts)
         assert shared is not None
         self.has_base = True
@@ -64,6 +60,7 @@ class OneEngine:
 
     nodes: frozenset[str] = frozenset({"here"})
     takes_turns = False
+    num_mapped = 1
 
     def __init__(self, worker: RolloutWorker, layout: WeightLayout | None) -> None:
         self.worker = worker
@@ -78,12 +75,6 @@ class OneEngine:
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         return () if self._layout is None else (self._layout,)
-
-    def receivers(self, nodes: object) -> tuple[()]:
-        return ()
-
-    def num_by(self, transport: Transport) -> int:
-        return int(transport is Transport.mapped)
 
     def load_weights(self, published: Published) -> dict[int, WeightReport]:
         return {0: self.load(published.shared)}

@@ -47,7 +47,7 @@ def _publish(
     found: Published = {}
     for name, engine in engines.items():
         own = replace(config, rollout=engine)
-        worker._publisher = PolicyPublisher(worker._policy, own, host="127.0.0.1")
+        worker._publisher = PolicyPublisher(worker._policy, own)
         sent.clear()
         shared = worker.publish_weights(1, publishes=rank == 0)
         if shared is None:

@@ -13,13 +13,12 @@ import ray
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from rollout.engine import BroadcastError, EngineError, WeightSyncError
+from rollout.engine import EngineError, WeightSyncError
 from rollout.group.actor_calls import GRACE_S, LostWorkerError, WorkerError, WorkerProcess, gather, run_on
 from rollout.group.group_member import Published
 from rollout.group.residency import SharedGpu
 from rollout.processes.process_marks import kill_processes
 from rollout.types import SharedWeights, WeightLayout
-from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.train_batch import MicroBatch, TrainBatch
 from trainer.limits.ceilings import Ceilings
 from trainer.limits.floors import GroupLengths
@@ -78,13 +77,6 @@ class PolicyGroup:
         """Reason for which the watchdog has ended a rank; "" if it has ended none."""
         self._have_base: set[int] = set()
         """Ranks that have published weights, and so the frozen ones of an adapter."""
-        self._failed: tuple[Receiver, ...] = ()
-        """Receivers whose last broadcast failed; they get copies until one of them is replaced."""
-
-    @property
-    def nodes(self) -> frozenset[str]:
-        """Ray node ids of the ranks."""
-        return frozenset(self._nodes)
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -148,23 +140,19 @@ class PolicyGroup:
         *,
         policy_version: int,
         nodes: Collection[str] = (),
-        receivers: tuple[Receiver, ...] = (),
         layouts: tuple[WeightLayout, ...] = (),
     ) -> Published:
         """Gather all weights into memory of rank 0's machine and of each of `nodes` that has a rank.
 
-        The gather gives every rank all weights, so the first rank of a machine publishes them there. `receivers` take
-        them to nodes without a rank. What engines of these `layouts` must report of the weights goes with them. Raises
-        WeightSyncError if another rank gathered other bytes than rank 0.
+        The gather gives every rank all weights, so the first rank of a machine publishes them there. What engines of
+        these `layouts` must report of the weights goes with them. Raises WeightSyncError if another rank gathered other
+        bytes than rank 0.
         """
-        joining = () if receivers == self._failed else receivers
         first = {node: rank for rank, node in reversed(list(enumerate(self._nodes)))}
         publishing = {0} | {rank for node, rank in first.items() if node in nodes}
         with_base = not publishing <= self._have_base
         refs = [
-            worker.publish_weights.remote(
-                policy_version, rank in publishing, with_base, () if rank else joining, () if rank else layouts
-            )
+            worker.publish_weights.remote(policy_version, rank in publishing, with_base, () if rank else layouts)
             for rank, worker in enumerate(self._workers)
         ]
         answers: list[SharedWeights | None] = self._gather(refs, phase="weight gather")
@@ -172,25 +160,6 @@ class PolicyGroup:
         (_, shared), *others = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
         by_ranks = {self._nodes[rank]: _same_weights(shared, there, rank) for rank, there in others}
         return Published(shared=shared, node=self.node, by_ranks=by_ranks)
-
-    def send_weights(self) -> ray.ObjectRef[Any]:
-        """Begin to broadcast what was published last; the receivers must be called too."""
-        ref: ray.ObjectRef[Any] = self._workers[0].send_weights.remote()
-        return ref
-
-    def has_sent(self, sending: ray.ObjectRef[Any], *, timeout_s: float) -> bool:
-        """Wait for the end of `send_weights`; False if the broadcast failed, which the log explains."""
-        deadline_s = timeout_s + GRACE_S
-        try:
-            gather([sending], names=self._names[:1], phase="weight broadcast", deadline_s=deadline_s)
-        except BroadcastError as error:
-            logger.warning("phase weight broadcast: %s: %s", self._names[0], error)
-            return False
-        return True
-
-    def end_broadcast(self, receivers: tuple[Receiver, ...]) -> None:
-        """The group of the receivers has failed: it is not used again."""
-        self._failed = receivers
 
     def resident(self) -> AbstractContextManager[None]:
         """Have the ranks on their GPUs for the block."""

@@ -2,26 +2,20 @@
 
 The ranks gather the weights, over NCCL where they have GPUs. On every machine that has ranks and engines the first rank
 writes them into shared memory, with a digest per tensor, and the engines of the machine read them there. To machines
-without a rank, rank 0 broadcasts the bytes, once per machine, into shared memory of theirs. Every engine proves that
-what it holds is bitwise what rank 0 published; what SGLang's own digests must be, rank 0 computes once for all engines.
-A wrong byte, name or version ends the run with the tensor's name. Of a run that trains an adapter the engines get the
-frozen weights once, and then the adapter alone, in the same way.
-
-A broadcast that fails does not: engines on other machines are sent copies as Ray objects then, as is one that joins
-later, started anew. A group of receivers that has failed is not used again; where one was replaced, or serves no more,
-the receivers are others, and form their group with the next sync.
+without a rank they go as Ray objects, once per machine. Every engine proves that what it holds is bitwise what rank 0
+published; what SGLang's own digests must be, rank 0 computes once for all engines. A wrong byte, name or version ends
+the run with the tensor's name. Of a run that trains an adapter the engines get the frozen weights once, and then the
+adapter alone, in the same way.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rollout.engine import WeightSyncError
 from rollout.group.engine_group import EngineGroup
-from rollout.group.group_member import Transport
-from rollout.types import QuantizationReport, SharedWeights
-from rollout.weights.weight_broadcast import Receiver
+from rollout.types import QuantizationReport
 from trainer.cluster.policy_group import PolicyGroup
 
 
@@ -35,13 +29,11 @@ class SyncReport:
     """Bytes of one copy of what was sent: with the first adapter the frozen weights too."""
     num_engines: int
     num_mapped: int
-    """Engines on machines of ranks, which read the weights in shared memory."""
-    num_broadcast: int
-    """Engines on machines to which the weights were broadcast; what is left was sent copies."""
+    """Engines on machines of ranks, which read the weights in shared memory; what is left was sent copies."""
     seconds: float
     """From the first gather to the last verified engine."""
     gather_s: float
-    """Seconds in which the ranks gathered, and rank 0 cast and digested, for SGLang too, and broadcast to others."""
+    """Seconds in which the ranks gathered, and rank 0 cast and digested, for SGLang too."""
     load_s: float
     """Seconds of the slowest engine's load."""
     verify_s: float
@@ -69,9 +61,8 @@ class SyncReport:
     @property
     def transport(self) -> str:
         """Ways in which the weights reached the engines, with the number of engines of each way."""
-        copied = self.num_engines - self.num_mapped - self.num_broadcast
-        counts = {Transport.mapped: self.num_mapped, Transport.broadcast: self.num_broadcast, Transport.copied: copied}
-        return " and ".join(f"{way.value} ({count})" for way, count in counts.items() if count)
+        counts = {"shared memory": self.num_mapped, "Ray objects": self.num_engines - self.num_mapped}
+        return " and ".join(f"{way} ({count})" for way, count in counts.items() if count)
 
     def __str__(self) -> str:
         grid = "" if self.quantization is None else f"; the engines hold {self.quantization}"
@@ -86,19 +77,14 @@ class SyncReport:
 def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: int) -> SyncReport:
     """Give every engine the policy's weights and verify them; raises WeightSyncError with names and versions."""
     started = time.perf_counter()
-    receivers = engines.receivers(policy.nodes)
     with policy.resident():
         published = policy.publish_weights(
-            policy_version=policy_version, nodes=engines.nodes, receivers=receivers, layouts=engines.layouts()
+            policy_version=policy_version, nodes=engines.nodes, layouts=engines.layouts()
         )
     shared = published.shared
     gathered = time.perf_counter()
     with engines.resident():
-        # From host memory to host memory; an engine that is lost meanwhile is started anew, and must have its GPUs.
-        awake = time.perf_counter()
-        received = to_other_nodes(policy, engines, shared, receivers)
-        sent_s = time.perf_counter() - awake
-        by_engine = engines.load_weights(replace(published, received=received))
+        by_engine = engines.load_weights(published)
     for index, report in by_engine.items():
         if report.policy_version != policy_version or report.num_tensors != len(shared.tensors):
             raise WeightSyncError(
@@ -112,29 +98,11 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
         num_tensors=reports[0].num_tensors,
         num_bytes=reports[0].num_bytes,
         num_engines=len(reports),
-        num_mapped=engines.num_by(Transport.mapped),
-        num_broadcast=engines.num_by(Transport.broadcast),
+        num_mapped=engines.num_mapped,
         seconds=time.perf_counter() - started,
-        gather_s=gathered - started + sent_s,
+        gather_s=gathered - started,
         load_s=max(report.load_s for report in reports),
         verify_s=max(report.verify_s for report in reports),
         is_adapter=shared.base is not None,
         quantization=shared.quantization,
     )
-
-
-def to_other_nodes(
-    policy: PolicyGroup, engines: EngineGroup, announced: SharedWeights, receivers: tuple[Receiver, ...]
-) -> dict[str, SharedWeights]:
-    """Broadcast the weights to the Ray nodes of `receivers`; where they lie, by node.
-
-    Empty if any machine did not get them, which the log explains.
-    """
-    if announced.broadcast is None:
-        return {}
-    sending = policy.send_weights()
-    received = engines.receive_weights(announced, receivers)
-    if policy.has_sent(sending, timeout_s=announced.broadcast.timeout_s) and len(received) == len(receivers):
-        return received
-    policy.end_broadcast(receivers)
-    return {}

@@ -17,7 +17,6 @@ from rollout.weights.adapter import is_adapter, sent_name
 from rollout.weights.packed_weights import DTYPES, unpack
 from rollout.weights.quantization import weight_publisher
 from rollout.weights.shared_weights import WeightPublisher
-from rollout.weights.weight_broadcast import Receiver, WeightSender
 from trainer.config.train import TrainConfig
 from trainer.policy.host_copy import local_part, own_rows
 from trainer.policy.lora import Part
@@ -29,11 +28,9 @@ from trainer.scoring.forward import ScoringModel
 class PolicyPublisher:
     """Publishes each version of the policy; every rank has one, because to gather the weights takes all of them."""
 
-    def __init__(self, policy: Trainable[ScoringModel], config: TrainConfig, *, host: str) -> None:
-        """`host` is the address of this machine for other machines. Raises ValueError as `weight_publisher` does."""
+    def __init__(self, policy: Trainable[ScoringModel], config: TrainConfig) -> None:
+        """Raises ValueError as `weight_publisher` does."""
         self._policy = policy
-        self._host = host
-        self._timeout_s = config.rollout.sync_timeout_s
         self._part = Part.frozen if config.sends_adapter else Part.whole
         self._weights = weight_publisher(tensor_shapes(policy.model, self._part), config.rollout)
         self._adapter: WeightPublisher | None = None
@@ -42,9 +39,6 @@ class PolicyPublisher:
             self._adapter = WeightPublisher(tensor_shapes(policy.model, Part.adapter), dtype=dtype)
         self._base: SharedWeights | None = None
         """The frozen weights, once this rank has published them."""
-        self._receivers: tuple[Receiver, ...] = ()
-        self._sender: WeightSender | None = None
-        self._has_sent_base = False
 
     def publish(
         self,
@@ -52,7 +46,6 @@ class PolicyPublisher:
         *,
         publishes: bool,
         with_base: bool,
-        receivers: tuple[Receiver, ...],
         layouts: tuple[WeightLayout, ...],
     ) -> SharedWeights | None:
         """Gather what the engines need; where this rank `publishes`, write it to memory of its machine -> where it is.
@@ -72,14 +65,9 @@ class PolicyPublisher:
                 self._check_own_rows(shared, self._adapter)
         if shared is None:
             return None
-        if receivers != self._receivers:
-            self._receivers, self._sender, self._has_sent_base = receivers, None, False
-            if receivers:
-                self._sender = WeightSender(self._host, num_receivers=len(receivers), timeout_s=self._timeout_s)
-        address = None if self._sender is None else self._sender.address
         # What is quantised are the frozen weights.
         quantization = shared.quantization if self._base is None else self._base.quantization
-        return replace(shared, broadcast=address, base=self._base, quantization=quantization)
+        return replace(shared, base=self._base, quantization=quantization)
 
     def _publish(
         self,
@@ -127,18 +115,3 @@ class PolicyPublisher:
                     f"policy version {shared.policy_version}: {spec.name} was published with other numbers than those "
                     "that this rank trains"
                 )
-
-    def send(self) -> None:
-        """Broadcast what was published last, to new receivers with the frozen weights before it; see `WeightReceiver`.
-
-        A collective of rank 0 and the receivers.
-        """
-        if self._sender is None:
-            raise RuntimeError("the weights were published without receivers")
-        if self._adapter is None:
-            self._sender.send(self._weights.published())
-            return
-        if not self._has_sent_base:
-            self._sender.send(self._weights.published())
-        self._sender.send(self._adapter.published())
-        self._has_sent_base = True

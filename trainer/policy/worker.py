@@ -1,8 +1,8 @@
 """The FSDP worker: one data-parallel rank of the policy, hosted in a Ray actor by `trainer/cluster/policy_group.py`.
 
-Verbs: setup, dry_run, ceilings, train, logprobs, begin_adapter_probe, end_adapter_probe, publish_weights, send_weights,
+Verbs: setup, dry_run, ceilings, train, logprobs, begin_adapter_probe, end_adapter_probe, publish_weights,
 save_checkpoint, saved_checkpoint, compare_files, load_checkpoint, sleep, wake. All ranks must be called together where
-a verb contains their collectives: all but ceilings, send_weights and compare_files. What `train` does stands in
+a verb contains their collectives: all but ceilings and compare_files. What `train` does stands in
 `trainer/policy/step.py`.
 """
 
@@ -31,7 +31,6 @@ from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
 from rollout.types import SharedWeights, WeightLayout
 from rollout.weights.experts import mixture_of
 from rollout.weights.packed_weights import DTYPES
-from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
@@ -185,7 +184,7 @@ class PolicyWorker:
         self._others_bytes: int | None = None
         """Bytes of the GPU that others held at the first sleep, before the engines started."""
         self._has_woken = False
-        self._publisher = PolicyPublisher(self._policy, config, host=setup.host)
+        self._publisher = PolicyPublisher(self._policy, config)
         return PolicyInfo(
             process=mark_processes([os.getpid()])[0],
             device_bytes=torch.cuda.get_device_properties(0).total_memory if setup.device == "cuda" else None,
@@ -268,23 +267,15 @@ class PolicyWorker:
         policy_version: int,
         publishes: bool = True,
         with_base: bool = True,
-        receivers: tuple[Receiver, ...] = (),
         layouts: tuple[WeightLayout, ...] = (),
     ) -> SharedWeights | None:
         """Gather all weights; if this rank `publishes`, write them into memory of this machine as the engines hold them
         -> where they are, None if it does not publish.
 
-        Where engines get an adapter, only the adapter is gathered, and `with_base` the frozen weights too. `receivers`
-        take them to machines without a rank: they meet this rank for `send_weights`. The weights are also digested for
-        engines of these `layouts`.
+        Where engines get an adapter, only the adapter is gathered, and `with_base` the frozen weights too. The weights
+        are also digested for engines of these `layouts`.
         """
-        return self._publisher.publish(
-            policy_version, publishes=publishes, with_base=with_base, receivers=receivers, layouts=layouts
-        )
-
-    def send_weights(self) -> None:
-        """Broadcast the weights that were published last; a collective of rank 0 and their receivers."""
-        self._publisher.send()
+        return self._publisher.publish(policy_version, publishes=publishes, with_base=with_base, layouts=layouts)
 
     def start_profile(self, directory: Path) -> None:
         """Record this process; the trace is rank_<N>.json.gz in `directory`."""

@@ -12,24 +12,23 @@ from typing import Any
 
 import pytest
 import ray
-from policy_cases import flip_byte, held_versions, make_config, make_samples, published, save_policy
+from policy_cases import flip_byte, held_versions, make_config, make_samples, save_policy
 from test_packing import pack_samples
 
 import rollout.group.engine_group
 import trainer.cluster.model_places
-import trainer.cluster.weight_sync
 from rollout.config import DType, Quantization
 from rollout.engine import WeightSyncError
 from rollout.group.actor_calls import kill_worker
 from rollout.group.engine_group import EngineGroup
-from rollout.group.group_member import Health
+from rollout.group.group_member import Health, Published
 from rollout.torch.config import TorchEngineConfig
-from rollout.types import SharedWeights
+from rollout.weights.shared_weights import copy_of
 from trainer.cluster.model_places import ModelPlaceError, model_places
 from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup, _same_weights
 from trainer.cluster.ray_session import ray_session
-from trainer.cluster.weight_sync import sync_weights, to_other_nodes
+from trainer.cluster.weight_sync import sync_weights
 from trainer.config.training import LoraConfig
 from trainer.limits.adapter_shape import sent_adapter
 
@@ -86,29 +85,27 @@ def test_every_machine_says_whether_it_has_the_model(tmp_path: Path, monkeypatch
         model_places(tmp_path / "absent", [node], timeout_s=60.0)
 
 
-def test_weights_are_broadcast_once_per_machine(sides: tuple[PolicyGroup, EngineGroup]) -> None:
+def test_weights_go_to_other_machines_as_objects(sides: tuple[PolicyGroup, EngineGroup]) -> None:
     policy, engines = sides
     old = max(held_versions(engines))
     for version in (old + 1, old + 2):
         policy.train(pack_samples([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=version)
         report = sync_weights(policy, engines, policy_version=version)
-        assert "through shared memory (1) and broadcast (3) in" in str(report)
+        assert "through shared memory (1) and Ray objects (3) in" in str(report)
         assert held_versions(engines) == [version] * 4
 
 
 def test_a_byte_that_changes_on_the_way_is_named(sides: tuple[PolicyGroup, EngineGroup]) -> None:
     policy, engines = sides
-    held, receivers = held_versions(engines), engines.receivers(policy.nodes)
-    shared = policy.publish_weights(policy_version=max(held) + 1, receivers=receivers).shared
-    received = to_other_nodes(policy, engines, shared, receivers)
-    assert sorted(received) == ["b", "c"]
-    there = received["c"]
-    assert there.address != shared.address
-    spec = there.tensors[3]
-    flip_byte(there, spec)
+    held = held_versions(engines)
+    shared = policy.publish_weights(policy_version=max(held) + 1).shared
+    spec, copies = shared.tensors[3], copy_of(replace(shared, base=None))
+    copies.data[spec.offset] ^= 1
+    weights = Published(shared=shared, node=policy.node)
+    vars(weights)["copies"] = ray.put(copies)
     with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
-        engines.load_weights(replace(published(shared, policy.node), received=received))
-    assert held_versions(engines)[3] == held[3]
+        engines.load_weights(weights)
+    assert held_versions(engines)[::2] == held[::2]  # those of "b"
 
 
 def test_a_rank_publishes_for_the_engines_of_its_machine(
@@ -118,7 +115,7 @@ def test_a_rank_publishes_for_the_engines_of_its_machine(
     monkeypatch.setattr(policy, "_nodes", [policy.node, "b"])
     version = max(held_versions(engines)) + 1
     report = sync_weights(policy, engines, policy_version=version)
-    assert "through shared memory (3) and broadcast (1) in" in str(report)
+    assert "through shared memory (3) and Ray objects (1) in" in str(report)
     assert held_versions(engines) == [version] * 4
     weights = policy.publish_weights(policy_version=version + 1, nodes=engines.nodes)
     assert weights.by_ranks.keys() == {"b"} and weights.by_ranks["b"].address != weights.shared.address
@@ -139,30 +136,22 @@ def test_ranks_that_gathered_different_bytes_are_named(sides: tuple[PolicyGroup,
 
 
 @pytest.mark.scenario(18)
-def test_a_receiver_that_dies_in_a_broadcast_is_replaced_and_received_from_again(
-    sides: tuple[PolicyGroup, EngineGroup], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_that_dies_in_a_sync_is_replaced_and_gets_the_weights(
+    sides: tuple[PolicyGroup, EngineGroup], caplog: pytest.LogCaptureFixture
 ) -> None:
     policy, engines = sides
-    version = max(held_versions(engines)) + 2
-    sync_weights(policy, engines, policy_version=version - 1)  # forms the group that the receiver dies in
-    receiver = engines._members[0].processes[0].pid
-    os.kill(receiver, signal.SIGSTOP)
-
-    def send_and_kill(*arguments: Any) -> dict[str, SharedWeights]:
-        threading.Timer(1.0, os.kill, (receiver, signal.SIGKILL)).start()
-        return to_other_nodes(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(trainer.cluster.weight_sync, "to_other_nodes", send_and_kill)
-        report = sync_weights(policy, engines, policy_version=version)
-    assert report.gather_s > 0.9  # it was under way
+    version = max(held_versions(engines)) + 1
+    pid = engines._members[0].processes[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+    report = sync_weights(policy, engines, policy_version=version)
+    assert report.seconds > 0.9  # it was under way
     assert "through shared memory (1) and Ray objects (2) in" in str(report)
-    assert "engine 0 is lost" in caplog.text and "phase weight broadcast: engine 0 died" in caplog.text
+    assert "engine 0 is lost" in caplog.text
     assert held_versions(engines) == [version] * 3
     engines._wait_while(lambda member: member.health is not Health.serving)
     assert held_versions(engines) == [version] * 4
     report = sync_weights(policy, engines, policy_version=version + 1)
-    assert "through shared memory (1) and broadcast (3) in" in str(report)
     assert report.gb_per_s == pytest.approx(4 * report.num_bytes / report.seconds / 1e9)
     assert held_versions(engines) == [version + 1] * 4
     assert engines.metrics()["rollout/engine_restarts"] == 1.0
