@@ -133,6 +133,9 @@ class CustomReward:
 def reply_of(result: object) -> Reply:
     """The reply for a returned value, which may be an error that describes the problem with the value."""
     try:
+        if inspect.iscoroutine(result):
+            result.close()  # which would warn that nobody awaited it
+            raise TypeError("the function returned a coroutine: its outermost decorator must be an async def as well")
         if not isinstance(result, Mapping):
             value = _python_value(result)
             return {"correct": value} if isinstance(value, bool) else {"score": _number(value, "the result")}

@@ -296,6 +296,14 @@ def test_values_of_numpy_and_torch_are_what_they_stand_for(result, reply):
     assert list(found) == ["error"] if reply is None else found == reply
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_coroutine_that_nobody_awaits_is_named():
+    async def inner():
+        return 1.0
+
+    assert "its outermost decorator must be an async def" in reply_of(inner())["error"]
+
+
 def test_many_results_may_be_one_array(tmp_path):
     (tmp_path / "own.py").write_text(
         "import numpy as np\ndef reward(responses, answers): return np.array(responses) == np.array(answers)\n"
