@@ -94,7 +94,7 @@ def _sync(engine: VLLMEngine, model: PreTrainedModel) -> Iterator[Row]:
     )
 
 
-def _law(host: Host, engine: VLLMEngine, model: PreTrainedModel, name: str, asked: Sequence[GenerateRequest]) -> Row:
+def _law(host: Host, engine: VLLMEngine, model: torch.nn.Module, name: str, asked: Sequence[GenerateRequest]) -> Row:
     """The log-probs of the engine next to those of transformers, among the tokens that vLLM kept."""
     answers, gaps, kept = engine.generate(asked), [], []
     scored = model.to(host.device)
