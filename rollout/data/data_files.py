@@ -49,6 +49,8 @@ MEDIUM = {"bytes", "path"}
 """Fields of a picture, or its like, in a column of `datasets`."""
 SHORT_FLOATS: Mapping[str | None, type] = {"float16": np.float16, "float32": np.float32}
 """Type of a column -> type whose text is the shortest that means the number."""
+MORE_CELLS = "Length of header or names does not match length of data"
+"""What pandas warns of where it drops cells of csv."""
 TEXT_CELLS: Mapping[str, Any] = {
     "converters": dict.fromkeys(range(1000), str), "keep_default_na": False, "index_col": False,
     "skipinitialspace": True,
@@ -324,8 +326,14 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
                 **TEXT_CELLS,
             )
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError, NotImplementedError) as error:
-            raise ValueError(f"{path} could not be read: {error.__cause__ or error}") from error
+            raise ValueError(f"{path} could not be read: {_reason(error)}") from error
     yield from _rows_of_dataset(table)
+
+
+def _reason(error: Exception) -> str:
+    found = str(error.__cause__ or error)
+    cells = "a row has more cells than the header. Commas part cells: a cell with a comma needs quotes"
+    return cells if MORE_CELLS in found else found
 
 
 def _parquet_rows(path: Path) -> Iterator[RawRow]:
@@ -358,7 +366,7 @@ def _without_bars(*, hides: bool = True) -> Iterator[None]:
         datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Length of header or names does not match length of data")
+            warnings.filterwarnings("error", message=MORE_CELLS)
             yield
     finally:
         if hides:
@@ -471,7 +479,7 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
                 "for a private or gated data set, `hf auth login` first."
             ) from error
         except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:  # a script is the last
-            raise ValueError(f"{source} could not be read: {error.__cause__ or error}") from error
+            raise ValueError(f"{source} could not be read: {_reason(error)}") from error
         yield from _rows_of_dataset(table)
 
 

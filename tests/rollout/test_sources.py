@@ -164,9 +164,7 @@ def test_cells_of_csv_are_text_wherever_the_file_lies(tmp_path, tokenizer):
 def test_commas_without_quotes_move_no_column_of_a_csv_file(tmp_path, tokenizer, rows):
     (tmp_path / "train.csv").write_text("question,answer\n" + rows)
     for source in (tmp_path / "train.csv", f"{tmp_path}@train"):
-        with pytest.raises(
-            DataError, match="could not be read: Length of header or names does not match length of data"
-        ):
+        with pytest.raises(DataError, match="could not be read: a row has more cells than the header"):
             load_dataset(config(source), tokenizer)
 
 
