@@ -158,12 +158,14 @@ def _diagnosed(
     from trainer.diagnose.results import facts, part_rows, write_diagnosis
     from trainer.diagnose.sources import settings_of, steps_of_run
     from trainer.diagnose.without_model import diagnose_numbers
+    from trainer.models.resolve import hide_bars
     from trainer.replay.bundle import routes_note
     from trainer.replay.peers.recognise import read_any
     from trainer.report.page import write_report
 
     assert found.source is not None
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    hide_bars()
     if found.is_run:
         out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out if found.is_run else None, prefix=".weights-") as scratch:

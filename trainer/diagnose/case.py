@@ -33,6 +33,23 @@ LEAST_COMMON = 0.15
 SMALLEST = 1e-9
 """Squares of changes that are float32 noise, nats^2."""
 GOLDEN = (math.sqrt(5) - 1) / 2
+NUDGE = 0.02
+"""By so much a fitted number is moved to see how the log-probs move with it."""
+MOST_REFITS = 8
+SETTLED = 1e-4
+"""Share of the misfit by which a refit has to lower it to be followed by another."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Number:
+    """A number of a cause that is fitted, on a scale on which a step of NUDGE is small."""
+
+    get: Callable[[Scoring], float]
+    put: Callable[[Scoring, float], Scoring]
+    what: Callable[[float], str]
+    """Number -> `Candidate.what`."""
+    shown: Callable[[float], str]
+    """Number -> its text for an interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +70,8 @@ class Candidate:
     """Other causes that give the same log-probs."""
     is_declared: bool = False
     """True for what this side says of itself: always a part, and no fault."""
+    number: Number | None = None
+    """What was fitted. It is fitted again beside every further cause."""
     case: Case | None = None
     """The case with the cause taken out of its numbers, for what no scoring expresses."""
 
@@ -71,10 +90,41 @@ class Case:
     """[R] float64, nats: those of the engine, or of the trainer."""
     mask: Tensor
     """[R] bool: tokens that count."""
+    slopes: Tensor | None = None
+    """[K, R] nats: how the log-probs move with the numbers that were fitted so far. Any change is judged with these
+    numbers fitted again, to first order: a number that was fitted without the change has taken a part of it."""
 
     def misfits(self, scorings: Sequence[Scoring]) -> Tensor:
         """[C, R] float64: misfit of every token; NaN where it does not count."""
-        return misfit(torch.where(self.mask, self.target - self.scorer.score(scorings), math.nan))
+        left = torch.where(self.mask, self.target - self.scorer.score(scorings), math.nan)
+        if self.slopes is not None:
+            left = torch.stack([each - _regressed(each, self.slopes)[0] @ self.slopes for each in left])
+        return misfit(left)
+
+    def along(self, scoring: Scoring, numbers: Sequence[Number]) -> Case:
+        """The case with the slopes of `numbers` at `scoring`."""
+        if not numbers:
+            return replace(self, slopes=None)
+        moved = [number.put(scoring, number.get(scoring) + NUDGE) for number in numbers]
+        plain, *changed = self.scorer.score([scoring, *moved])
+        return replace(self, slopes=((torch.stack(changed) - plain) / NUDGE).nan_to_num(0.0))
+
+    def refitted(self, scoring: Scoring, numbers: Sequence[Number]) -> tuple[Scoring, Tensor]:
+        """(the scoring with all `numbers` fitted together, their standard errors), by steps of Gauss and Newton."""
+        plain = replace(self, slopes=None)
+        total, errors = plain.total(scoring), torch.zeros(0)
+        for _ in range(MOST_REFITS if numbers else 0):
+            slopes = self.along(scoring, numbers).slopes
+            assert slopes is not None
+            left = torch.where(self.mask, self.target - self.scorer.score([scoring])[0], math.nan)
+            steps, errors = _regressed(left, slopes)
+            new = scoring
+            for number, step in zip(numbers, steps.tolist(), strict=True):
+                new = number.put(new, number.get(new) + step)
+            if (of_new := plain.total(new)) >= (1 - SETTLED) * total:
+                break
+            scoring, total = new, of_new
+        return scoring, errors
 
     def total(self, scoring: Scoring) -> float:
         """Mean misfit over the tokens."""
@@ -139,7 +189,7 @@ class Case:
         changes = torch.stack(changed)[:, self.mask] - plain[self.mask]
         alike = torch.corrcoef(changes)[0].abs() > ALIKE if others else torch.ones(1)
         kept = [scoring for scoring, is_alike in zip(scorings[1:], alike[1:], strict=False) if not is_alike]
-        multiples, errors = self._regressed(before, [candidate.scoring, *kept])
+        multiples, errors = self._multiples(before, [candidate.scoring, *kept])
         return float(multiples[0]) > SURE * float(errors[0])
 
     def with_replay(self, before: Scoring, after: Scoring) -> Case:
@@ -154,19 +204,19 @@ class Case:
 
     def multiple(self, before: Scoring, after: Scoring) -> tuple[float, float]:
         """(multiple of a change that fits, its standard error)."""
-        multiples, errors = self._regressed(before, [after])
+        multiples, errors = self._multiples(before, [after])
         return float(multiples[0]), float(errors[0])
 
-    def _regressed(self, before: Scoring, scorings: Sequence[Scoring]) -> tuple[Tensor, Tensor]:
-        """The multiples [C] of changes that fit together, and their standard errors (White, Econometrica 48, 1980)."""
+    def _multiples(self, before: Scoring, scorings: Sequence[Scoring]) -> tuple[Tensor, Tensor]:
+        """The multiples [C] of changes that fit together, and their standard errors."""
         plain, *changed = self.scorer.score([before, *scorings])
         left, changes = self.target - plain, torch.stack(changed) - plain
         mask = self.mask & ~(left + changes.sum(0)).isnan()
         left, changes = left[mask], changes[:, mask]
-        weighted = changes * evenly(changes, torch.ones_like(left, dtype=torch.bool))
-        inverse = torch.linalg.pinv(weighted @ changes.T, hermitian=True)
-        multiples = inverse @ (weighted @ left)
-        return multiples, (inverse @ (weighted * (left - multiples @ changes))).square().sum(-1).sqrt()
+        weights = evenly(changes, torch.ones_like(left, dtype=torch.bool))
+        beside = changes if self.slopes is None else torch.cat([changes, self.slopes[:, mask]])
+        multiples, errors = regressed(left, beside, weights)
+        return multiples[: len(scorings)], errors[: len(scorings)]
 
     def small(self, base: Scoring, *, max_tokens: int, is_one_step: bool = False) -> Case:
         """The responses that differ most from `base`, about `max_tokens` tokens: for causes that are tried often."""
@@ -177,10 +227,12 @@ class Case:
         ends = itertools.accumulate(lengths[number] for number in order)
         chosen = sorted(order[: max(1, sum(end <= max_tokens for end in ends))])
         targets, masks = self.target.split(lengths), self.mask.split(lengths)
+        slopes = None if self.slopes is None else self.slopes.split(lengths, 1)
         return Case(
             scorer=self.scorer.of_responses(chosen, most=max_tokens),
             target=torch.cat([targets[number][:max_tokens] for number in chosen]),
             mask=torch.cat([masks[number][:max_tokens] for number in chosen]),
+            slopes=None if slopes is None else torch.cat([slopes[number][:, :max_tokens] for number in chosen], 1),
         )
 
 
@@ -188,6 +240,20 @@ def misfit(deltas: Tensor) -> Tensor:
     """d^2 / 2 up to LINEAR_FROM and linear from there on (Huber's loss), elementwise, nats."""
     size = deltas.abs()
     return torch.where(size <= LINEAR_FROM, deltas.square() / 2, LINEAR_FROM * (size - LINEAR_FROM / 2))
+
+
+def _regressed(left: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """The steps [K] that leave least misfit of `left` [R], to first order; NaN does not count."""
+    there = ~left.isnan()
+    return regressed(left[there], slopes[:, there], 1 / left[there].abs().clamp_min(LINEAR_FROM))
+
+
+def regressed(left: Tensor, changes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiples [C] of `changes` [C, R] that fit together, and their standard errors (White, Econometrica 48, 1980)."""
+    weighted = changes * weights
+    inverse = torch.linalg.pinv(weighted @ changes.T, hermitian=True)
+    multiples = inverse @ (weighted @ left)
+    return multiples, (inverse @ (weighted * (left - multiples @ changes))).square().sum(-1).sqrt()
 
 
 def evenly(changes: Tensor, mask: Tensor) -> Tensor:

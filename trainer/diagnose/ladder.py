@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.diagnose.case import LEAST_COMMON, Candidate, Case, misfit
+from trainer.diagnose.case import LEAST_COMMON, Candidate, Case, Number, misfit
 from trainer.diagnose.rungs import DEAR, LADDER, WHOLE, Rung
 from trainer.diagnose.scoring import Scoring
 
@@ -91,8 +91,61 @@ def explain(
         causes.append(best)
         if best.case is not None:
             case = replace(case, target=best.case.target + case.target - behind.target, mask=best.case.mask)
-        scoring, behind = best.scoring, _behind(behind, scoring, best)
+        behind = _behind(behind, scoring, best)
+        causes = _needed(behind, base, causes, least=LEAST_OF_WHOLE * whole)
+        scoring = causes[-1].scoring
+        behind = behind.along(scoring, _numbers(causes))
+    causes = _with_intervals(behind, causes)
     return Explanation(case=case, causes=tuple(causes), absent=tuple(absent), base=base, left=behind.total(scoring))
+
+
+def _numbers(causes: Sequence[Candidate]) -> list[Number]:
+    return [cause.number for cause in causes if cause.number is not None]
+
+
+def _refitted(case: Case, causes: Sequence[Candidate]) -> tuple[list[Candidate], float]:
+    """(the causes with their numbers fitted together, the misfit that they leave)."""
+    scoring, _ = case.refitted(causes[-1].scoring, _numbers(causes))
+    found = []
+    for place, cause in enumerate(causes):
+        of_cause = cause.scoring
+        for number in _numbers(causes[: place + 1]):
+            of_cause = number.put(of_cause, number.get(scoring))
+        what = cause.what if cause.number is None else cause.number.what(cause.number.get(scoring))
+        found.append(replace(cause, scoring=of_cause, what=what))
+    return found, replace(case, slopes=None).total(scoring)
+
+
+def _needed(case: Case, base: Scoring, causes: Sequence[Candidate], *, least: float) -> list[Candidate]:
+    """The causes, fitted together, without those that the last one made superfluous."""
+    found, left = _refitted(case, causes)
+    for place in reversed(range(len(found) - 1)):
+        cause = found[place]
+        if cause.is_declared or cause.rounds or cause.case is not None:
+            continue
+        before = found[place - 1].scoring if place else base
+        others = [
+            replace(each, scoring=each.scoring.changed_as(cause.scoring, before)) if number > place else each
+            for number, each in enumerate(found)
+            if number != place
+        ]
+        others, without = _refitted(case, others)
+        if without - left < least:
+            found, left = others, without
+    return found
+
+
+def _with_intervals(case: Case, causes: list[Candidate]) -> list[Candidate]:
+    """The causes, each with the 95 % interval of its number, where it is wider than what is shown."""
+    if not (numbers := _numbers(causes)):
+        return causes
+    _, errors = case.refitted(causes[-1].scoring, numbers)
+    texts = {}
+    for number, error in zip(numbers, errors.tolist(), strict=True):
+        value = number.get(causes[-1].scoring)
+        low, high = number.shown(value - 2 * error), number.shown(value + 2 * error)
+        texts[number] = "" if low == high else f" ({low} to {high})"
+    return [each if each.number is None else replace(each, what=each.what + texts[each.number]) for each in causes]
 
 
 def _is_absent(multiple: float, error: float) -> bool:

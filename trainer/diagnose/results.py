@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trainer.diagnose.diagnosis import Diagnosis
+from trainer.diagnose.ladder import FLOAT32_NOISE
 from trainer.diagnose.shares import Share
 from trainer.replay.results import shown
 from trainer.report.bins import PARTS_TABLE, parts_section
@@ -29,6 +30,8 @@ def answer(diagnosis: Diagnosis) -> str:
     if diagnosis.k3 == 0:
         return "K3 is 0: engine and trainer agree on every token."
     whole = f"K3 is {shown(diagnosis.k3)} nats per token."
+    if _agrees(diagnosis):
+        return f"{whole} Engine and trainer agree to the rounding of float32: there is nothing to change."
     if not diagnosis.parts:
         return f"{whole} No cause that was tried explains it."
     first = (diagnosis.faults or diagnosis.parts)[0]
@@ -76,16 +79,11 @@ def part_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
     for part in diagnosis.parts:
         rows.append((part.name, part.side, part.what, part.remedy, shown(part.k3), _share(part)))
     rest = diagnosis.unexplained
-    rows.append(
-        (
-            UNEXPLAINED,
-            "",
-            "rounding that no replay shows, or a cause that was not tried",
-            "",
-            shown(rest.k3),
-            _share(rest),
-        )
-    )
+    if _agrees(diagnosis):
+        rows.append(("rounding", "", "float32 arithmetic in another order", "nothing", shown(rest.k3), "100%"))
+    else:
+        what = "rounding that no replay shows, or a cause that was not tried"
+        rows.append((UNEXPLAINED, "", what, "", shown(rest.k3), _share(rest)))
     rows.append(("all", "", "", "", shown(diagnosis.k3), "100%"))
     if (routing := diagnosis.routing) is not None and routing.is_replayed:
         what = f"would choose other experts for {routing.tokens_rerouted:.1%} of the tokens"
@@ -125,6 +123,11 @@ def write_diagnosis(diagnosis: Diagnosis, directory: Path, *, title: str) -> lis
         sections=[section],
         tables={PARTS_TABLE: table},
     )
+
+
+def _agrees(diagnosis: Diagnosis) -> bool:
+    """True if the difference is that of correct float32 arithmetic."""
+    return not diagnosis.parts and diagnosis.k3 <= FLOAT32_NOISE
 
 
 def _share(share: Share) -> str:

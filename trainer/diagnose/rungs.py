@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rollout.config import DType, Quantization
 from trainer.diagnose.alignment import GAP, aligned
-from trainer.diagnose.case import Candidate, Case
+from trainer.diagnose.case import Candidate, Case, Number
 from trainer.diagnose.scoring import Prompt, Scoring
 from trainer.diagnose.tensors import wrong_tensors
 
@@ -23,6 +23,8 @@ TOP_K = (1, 2, 3, 4, 5, 8, 10, 20, 30, 40, 50, 64, 100, 200)
 MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
 GAPS = (-4, -3, -2, -1, 1, 2, 3, 4, 8, 16, 32, 64, 128)
 SHARES = (0.25, 0.5, 0.75, 1.0)
+WHOLLY = 0.995
+"""Share of the way from which weights are the older ones."""
 SMALL_TOKENS = 128
 """Response tokens with which wrong tensors are looked for."""
 MOST_SLIPS = 0.1
@@ -61,12 +63,19 @@ def fitted_temperature(case: Case, base: Scoring) -> Candidate | None:
     if min(logarithm - low, high - logarithm) < 0.01 * (high - low):
         return None
     found = at(logarithm)
+    number = Number(
+        get=lambda scoring: math.log(scoring.temperature),
+        put=lambda scoring, value: replace(scoring, temperature=math.exp(value)),
+        what=lambda value: f"has log-probs at temperature {math.exp(value):.4g}, not {base.temperature:.4g}",
+        shown=lambda value: f"{math.exp(value):.4g}",
+    )
     return Candidate(
         name="temperature",
-        what=f"has log-probs at temperature {found.temperature:.4g}, not {base.temperature:.4g}",
+        what=number.what(math.log(found.temperature)),
         remedy="the temperature by which this side divides its logits (sampling.temperature), or whether it does",
         scoring=found,
         least_gain=0.5,
+        number=number,
     )
 
 
@@ -210,13 +219,14 @@ def version(case: Case, base: Scoring) -> Iterator[Candidate]:
 
             share, _ = case.fitted(at, around - 0.25, around + 0.25, steps=6)
             best = at(share)
-        is_whole = best.body.share == 1
+        is_whole, number = best.body.share == 1, _share_of(name)
         yield Candidate(
             name="stale weights",
-            what=f"has the weights {name}" if is_whole else f"has weights {best.body.share:.0%} of the way to {name}",
+            what=number.what(best.body.share),
             remedy="the sync of weights: see to it that this side gets the last one (rollout.schedule, staleness)",
             scoring=best,
             least_gain=0.2 if is_whole else 0.5,
+            number=None if is_whole else number,
         )
         yield Candidate(
             name="stale prefix cache",
@@ -224,6 +234,20 @@ def version(case: Case, base: Scoring) -> Iterator[Candidate]:
             remedy="empty the engine's prefix cache at every sync of weights",
             scoring=base.with_body(prefix=source),
         )
+
+
+def _share_of(name: str) -> Number:
+    """How far the weights lie on the way to the weights `name`."""
+
+    def what(value: float) -> str:
+        return f"has weights {value:.0%} of the way to {name}" if value < WHOLLY else f"has the weights {name}"
+
+    return Number(
+        get=lambda scoring: scoring.body.share,
+        put=lambda scoring, value: scoring.with_body(share=value),
+        what=what,
+        shown=lambda value: f"{value:.1%}",
+    )
 
 
 def weights(case: Case, base: Scoring) -> Iterator[Candidate]:

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from trainer.diagnose.case import Candidate, Case
+from trainer.diagnose.case import Candidate, Case, Number
 from trainer.diagnose.scoring import EditKind, Scoring, TensorEdit
 
 PROBES = 12
@@ -259,6 +259,21 @@ def _candidate(base: Scoring, found: Found, alike: tuple[str, ...], weights: Seq
         scoring=base.with_edits(*found.edits),
         least_gain=0.5,
         alike=alike,
+        number=_factor(found.edits[0], weights) if found.edits[0].factor and kind is EditKind.scaled else None,
+    )
+
+
+def _factor(edit: TensorEdit, weights: Sequence[str]) -> Number:
+    """The factor of a scaled tensor."""
+
+    def factor(scoring: Scoring) -> float:
+        return next(each.factor for each in scoring.body.edits if each.name == edit.name)
+
+    return Number(
+        get=factor,
+        put=lambda scoring, value: scoring.with_edits(replace(edit, factor=value)),
+        what=lambda value: _words([replace(edit, factor=value)], weights),
+        shown=lambda value: f"{value:.4g}",
     )
 
 

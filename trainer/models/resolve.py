@@ -23,7 +23,7 @@ from trainer.rundir.run_dir import StartError
 
 def resolve_model(config: TrainConfig, *, progress: Progress) -> Path:
     """The model as a local directory: built, converted, found, or fetched from the hub at its pinned revision."""
-    _hide_bars()
+    hide_bars()
     model = config.model
     if isinstance(model, ArithmeticModelConfig):
         return build_base_model(model, progress=progress)
@@ -40,7 +40,7 @@ def made_model(model: ModelConfig) -> Path | None:
     return entry if entry.is_dir() else None
 
 
-def _hide_bars() -> None:
+def hide_bars() -> None:
     """Let transformers draw no bars while it reads and writes files of this machine; downloads keep theirs."""
     shows_downloads = not are_progress_bars_disabled()
     transformers_logging.disable_progress_bar()  # of downloads too

@@ -1,0 +1,122 @@
+"""parity diagnose with two causes at once: what was fitted for one has to be fitted again beside the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_diagnosis import save_model
+from test_rounded_activations import TOKENS, bundle_of
+
+from rollout.config import DType, Quantization
+from trainer.diagnose.diagnosis import Diagnosis, Settings, diagnose
+from trainer.diagnose.evidence import evidence_of
+from trainer.diagnose.logprob_scorer import LogprobScorer
+from trainer.diagnose.results import answer, part_rows
+from trainer.diagnose.scoring import EditKind, Scoring, TensorEdit
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+OLD = Scoring().with_body(weights=1)
+
+
+def older_of(path: Path, to: Path, *, noise: float, rank: int = 0) -> Path:
+    """Weights that lie a little away everywhere, or in the attention by an adapter of `rank`."""
+    model = LogprobScorer([[path]], evidence_of(bundle_of(None, None), max_tokens=TOKENS))._load(path)
+    draw = torch.Generator().manual_seed(5)
+    for name, each in model.named_parameters():
+        if rank and not name.endswith(("q_proj.weight", "v_proj.weight")):
+            continue
+        step = torch.randn(each.shape, generator=draw)
+        if rank:
+            step = torch.randn(len(each), rank, generator=draw) @ torch.randn(rank, each.shape[1], generator=draw)
+        each.data += noise * (each.std() if each.numel() > 1 else 1).nan_to_num(0.0) * step
+    model.save_pretrained(to)
+    return to
+
+
+def explained(paths: list[Path], engine: Scoring, *, settings: Settings, noise: float = 0.0) -> Diagnosis:
+    def scorer(*both: torch.Tensor | None) -> LogprobScorer:
+        return LogprobScorer([paths], evidence_of(bundle_of(*both), max_tokens=TOKENS))
+
+    trainer, scores = scorer(None, None).score([Scoring(), engine])
+    scores = torch.where(scores.isnan(), trainer, scores)
+    draw = torch.Generator().manual_seed(3)
+    scores = scores + noise * torch.randn(TOKENS, generator=draw, dtype=torch.float64)
+    return diagnose(scorer(scores, trainer), settings, progress=lambda text: None)
+
+
+PLAIN = Settings(temperature=1.0)
+SCALED = TensorEdit(name=DOWN, kind=EditKind.scaled, factor=1.15)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "new")
+
+
+@pytest.mark.parametrize(
+    ("temperature", "noise"), [(1.02, 0.005), (1.05, 0.02), (1.15, 0.02), (0.8, 0.02), (1.15, 0.05), (1.4, 0.05)]
+)
+def test_a_temperature_beside_older_weights(tmp_path: Path, model: Path, temperature: float, noise: float) -> None:
+    older = older_of(model, tmp_path / "older", noise=noise)
+    found = explained([model, older], replace(OLD, temperature=temperature), settings=PLAIN)
+    whats = {part.what for part in found.faults}
+    assert whats == {f"has log-probs at temperature {temperature:g}, not 1", "has the weights older"}, answer(found)
+    assert abs(found.unexplained.share) < 0.02
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.02])
+def test_a_scaled_tensor_beside_older_weights(tmp_path: Path, model: Path, noise: float) -> None:
+    older = older_of(model, tmp_path / "older", noise=noise)
+    found = explained([model, older], OLD.with_edits(SCALED), settings=PLAIN)
+    assert {part.what for part in found.faults} == {f"holds {DOWN} multiplied by 1.15", "has the weights older"}
+    assert abs(found.unexplained.share) < 0.02
+
+
+def test_a_shift_beside_an_adapter_that_is_missing(tmp_path: Path, model: Path) -> None:
+    older = older_of(model, tmp_path / "older", noise=0.2, rank=2)
+    found = explained([model, older], replace(OLD, shift=1), settings=PLAIN)
+    assert {part.name for part in found.parts} == {"shift", "stale weights"}, answer(found)
+    assert abs(found.unexplained.share) < 0.02
+
+
+@pytest.mark.parametrize("temperature", [1.02, 1.1])
+def test_a_temperature_beside_a_format_nobody_declared(model: Path, temperature: float) -> None:
+    engine = Scoring(temperature=temperature).with_body(quantization=Quantization.int8)
+    found = explained([model], engine, settings=PLAIN)
+    assert {part.name for part in found.faults} == {"temperature", "quantization"}, answer(found)
+    assert any(f"at temperature {temperature:g}, not 1" in part.what for part in found.faults), answer(found)
+
+
+def test_a_part_of_the_way_and_a_temperature_are_fitted_together(tmp_path: Path, model: Path) -> None:
+    older = older_of(model, tmp_path / "older", noise=0.02)
+    engine = replace(OLD.with_body(share=0.6), temperature=1.1)
+    found = explained([model, older], engine, settings=PLAIN)
+    whats = {part.what for part in found.faults}
+    assert whats == {"has log-probs at temperature 1.1, not 1", "has weights 60% of the way to older"}, answer(found)
+
+
+def test_a_fitted_number_stands_with_its_interval(model: Path) -> None:
+    found = explained([model], Scoring(temperature=1.2), settings=PLAIN, noise=0.1)
+    [fault] = found.faults
+    low, high = (float(word.strip("()")) for word in fault.what.rpartition("not 1 ")[2].split(" to "))
+    assert low <= 1.2 <= high < low + 0.05
+    assert low < high
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16, DType.float16])
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_named_where_nothing_is_wrong(tmp_path: Path, dtype: DType, seed: int) -> None:
+    path = save_model(tmp_path / "model", seed=seed)
+    older = older_of(path, tmp_path / "older", noise=0.02)
+    found = explained([path, older], Scoring().computed_in(dtype), settings=replace(PLAIN, engine_dtype=dtype))
+    assert not found.faults, answer(found)
+
+
+def test_the_rounding_of_float32_reads_as_agreement(model: Path) -> None:
+    found = explained([model], Scoring(), settings=PLAIN, noise=1e-8)
+    assert 0 < found.k3 < 1e-15
+    assert "agree" in answer(found)
+    assert "not explained" not in {row[0] for row in part_rows(found)}
