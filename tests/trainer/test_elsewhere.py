@@ -189,7 +189,8 @@ def test_config_json_is_enough_and_nothing_heavy_is_loaded(tmp_path: Path) -> No
 def test_a_wrong_name_is_refused_and_too_few_gpus_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "dapo_qwen2.5_7b", f"model.path={write_config(DENSE, tmp_path)}", *DATA, "--on"]
     assert run([*words, "8xH1000"]) == 2
-    assert "--on must be a number of GPUs, x, and their name, got '8xH1000'" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "1 problem" in refused and "--on must be a number of GPUs, x, and their name, got '8xH1000'" in refused
     assert run([*words, "4xH100-80GB"]) == 2
     shown, refused = capsys.readouterr()
     assert "needs 4 CPU and 8 GPU; 4 x H100-80GB of 79.6 GiB are elsewhere: TOO FEW" in shown

@@ -14,6 +14,7 @@ from algorithms.config import NOT_SET, Problem
 from algorithms.config.home import from_home
 from trainer.cli.arguments import RecipeArguments, parse_recipe
 from trainer.cli.job import launch, load_tasks
+from trainer.cli.parsers import ON
 from trainer.cli.plan import render_plans
 from trainer.cli.resume import COMMAND as RESUME
 from trainer.cli.resume import recorded_recipe, resolve_start, resume_words
@@ -75,6 +76,8 @@ def _checked_train(
         return _show(recipe, arguments, problems, command=command)
     if arguments.elsewhere is not None:
         return _plan_elsewhere(recipe, arguments, problems, arguments.elsewhere, command=command)
+    if any(problem.key == ON for problem in problems):  # what this machine lacks is no problem of GPUs elsewhere
+        return report(problems, command=command)
     resolution, found = resolve_start(recipe, arguments, shown_as=shown_as)
     if resolution.multirun and not problems and not found:
         place_in_wandb(resolution)
