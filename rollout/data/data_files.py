@@ -379,14 +379,16 @@ def _refuse_compressed(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     is_right = not head or head.startswith(b"PAR1") if suffix == ".parquet" else not head.startswith(PACKED_HEADS)
+    way_out = "Unpack it if it is compressed."
     if is_right and suffix not in (".parquet", ".jsonl"):  # a line of jsonl that is no text is a bad row
         try:
             is_right = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
-        except UnicodeDecodeError:
-            is_right = False
+        except UnicodeDecodeError as error:
+            is_right, line = False, head.count(b"\n", 0, error.start) + 1
+            way_out = f"Line {line} has another encoding: iconv -f cp1252 -t utf-8 converts that of Windows. {way_out}"
     if not is_right:
         kind = "a parquet file" if suffix == ".parquet" else "UTF-8 text"
-        raise ValueError(f"{path} must be {kind}, as its name says, and is not. Unpack it if it is compressed.")
+        raise ValueError(f"{path} must be {kind}, as its name says, and is not. {way_out}")
 
 
 def _table_rows(batches: Iterable[Any], features: Mapping[str, Any]) -> Iterator[RawRow]:
