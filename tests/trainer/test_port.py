@@ -14,6 +14,8 @@ from algorithms.config.spec import RejectedDenominator
 from trainer.cli.port import run_port
 from trainer.compose.compose import resolve
 from trainer.compose.peer_page import BEGIN, generated
+from trainer.compose.peers import peers
+from trainer.compose.port import translated
 from trainer.config.train import TrainConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -74,8 +76,9 @@ def port(name: str, text: str, directory: Path, monkeypatch: pytest.MonkeyPatch)
     assert run_port([name, "-o", "mine.yaml"]) == 0
     recipe = (directory / "mine.yaml").read_text()
     [run] = resolve(directory / "mine.yaml", (), own_dir=None, multirun=False, unneeded=()).runs
-    assert {problem.key for problem in run.problems} <= {"reward.function"}  # that nobody chose
-    words = ("reward.function=exact_match",) if run.problems else ()
+    chosen = {"reward.function": "exact_match", "data.train_path": "base/a.jsonl", "data.eval_path": "base/b.jsonl"}
+    words = [f"{problem.key}={chosen[problem.key]}" for problem in run.problems]  # that the script does not choose
+    assert all(f"# {problem.key}" in recipe or "# reward_funcs" in recipe for problem in run.problems)
     [run] = resolve(directory / "mine.yaml", words, own_dir=None, multirun=False, unneeded=()).runs
     assert run.config is not None, run.problems
     assert sorted(path.name for path in directory.iterdir()) == ["base", "mine.yaml", name]
@@ -232,6 +235,137 @@ def test_comments_say_what_was_not_read_and_which_value_was_taken(
     [n] = re.findall("^# n: .*", recipe, re.MULTILINE)
     assert "32" in n and "9" not in n and "# k" not in recipe
     assert "# source $HERE/model.sh: " in recipe
+
+
+def lines_of(recipe: str, start: str) -> list[str]:
+    return [line for line in recipe.splitlines() if line.startswith("#") and start in line]
+
+
+def test_what_python_computes_or_changes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+from trl import GRPOConfig as Config, GRPOTrainer
+N = 4
+common = dict(num_generations=N, learning_rate=2e-6)
+common["temperature"] = 0.9
+common.update({"seed": 7})
+def reward(completions):
+    N = 3
+def main():
+    rows = load_dataset("a/b", "main")["train"].map(lambda N: N)
+    args = Config(f"runs/{N}", per_device_train_batch_size=N * 2, max_prompt_length=None, max_steps=10**2,
+                  chat_template_kwargs={"enable_thinking": False}, **common)
+    args.max_completion_length = 2 * 1024
+    setattr(args, "epsilon_high", 0.28)
+    trainer = GRPOTrainer("/models/a", [reward], args, rows, peft_config=LoraConfig(r=4, target_modules=["q", "v"]))
+    trainer.args.max_grad_norm = 0.3
+"""
+    config, recipe = port("run.py", text, tmp_path, monkeypatch)
+    assert config.batch.group_size == 4 and config.batch.prompts_per_step == 2 and config.run.num_steps == 100
+    assert config.optim.lr == 2e-6 and config.optim.max_grad_norm == 0.3 and config.run.seed == 7
+    assert config.sampling.temperature == 0.9 and config.sampling.max_new_tokens == 2048
+    assert config.loss == PPOClipConfig(clip_high=0.28) and config.policy.lora.targets == r".*\.(q|v)"
+    assert "dir: runs/4" in recipe and "path: /models/a" in recipe and config.sources[0] == "a/b:main@train"
+    assert "chat_template_kwargs: {enable_thinking: false}" in recipe
+    assert lines_of(recipe, "max_prompt_length=null") and lines_of(recipe, ".map(lambda N: N)")
+
+
+def test_what_python_alone_knows_is_said_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """from trl import GRPOConfig, GRPOTrainer
+lr = float(os.environ.get("LR", "3e-6"))
+cfg = GRPOConfig(learning_rate=lr, use_vllm=flags.vllm, gradient_checkpointing=flags.gc, **read("c.yaml"))
+if flags.big:
+    cfg.adam_beta2 = 0.98
+for key, value in vars(flags).items():
+    setattr(cfg, key, value)
+make = partial(GRPOConfig, beta=0.1)
+class Mine(GRPOConfig):
+    top_p: float = 0.5
+other.num_iterations = 3
+def main(seed):
+    cfg = Mine(seed=seed, *rest)
+GRPOTrainer("/models/a", args=parser.parse(), train_dataset=load_dataset("json", data_files="x.jsonl", split="train"))
+"""
+    _, recipe = port("run.py", text, tmp_path, monkeypatch)
+    assert "lr: 1.0e-06" not in recipe and "rollout: torch" not in recipe
+    wanted = [(3, "get('LR', '3e-6')"), (3, "flags.vllm"), (3, "flags.gc"), (3, "**read('c.yaml')"), (5, "0.98")]
+    wanted += [(7, "setattr(cfg, key, value)"), (8, "beta=0.1"), (9, "top_p: float = 0.5")]
+    wanted += [(11, "other.num_iterations"), (13, "$seed"), (13, "*rest"), (14, "parser.parse()"), (14, "x.jsonl")]
+    for line, source in wanted:
+        assert any(re.search(rf"line {line}\b", each) for each in lines_of(recipe, source)), (line, source)
+
+
+def test_what_parity_refuses_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = 'importance_sampling_level="sequence", top_p=3, num_generations=64'
+    config, recipe = port("run.py", TRL.replace("use_vllm=True", words), tmp_path, monkeypatch)
+    assert type(config.loss).__name__ == "GSPOConfig" and config.sampling.top_p == 1
+    assert lines_of(recipe, "# loss.clip_low=0.2: ") and lines_of(recipe, "# sampling.top_p=3: ")
+
+
+def test_a_mini_batch_has_at_least_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "num_generations=8, per_device_train_batch_size=4, steps_per_generation=8"
+    config, _ = port("run.py", TRL.replace("per_device_train_batch_size=32", words), tmp_path, monkeypatch)
+    assert config.batch.prompts_per_step == 4 and config.batch.mini_batch_prompts == 1
+
+
+def test_words_of_a_command_line_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = VERL.replace("main_ppo ", "main_ppo --config-path=config --config-name dapo ")
+    more = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 trainer.experiment_name='my run' "
+    more += "+data.apply_chat_template_kwargs.enable_thinking=False actor_rollout_ref.model.lora_rank=8 "
+    more += "'actor_rollout_ref.model.target_modules=[q_proj,v_proj]' trainer.nnodes=$NODES "
+    text = (
+        text.replace(" $@", f" {more} $@ ${{MORE[@]}} 2>&1 | tee log") + "python -m verl.trainer.main_ppo data.seed=3\n"
+    )
+    config, recipe = port("run.sh", text, tmp_path, monkeypatch)
+    assert config.run.num_steps == 30 and config.optim.warmup_rollout_steps == 3
+    assert (config.policy.lora.alpha, config.policy.lora.targets) == (16, r".*\.(q_proj|v_proj)")
+    assert "name: my run" in recipe and "chat_template_kwargs: {enable_thinking: false}" in recipe
+    for said in ("config_name=dapo", "$@", "${MORE[@]}", "nnodes=$NODES", "another command"):
+        assert lines_of(recipe, said), said
+
+
+@pytest.mark.parametrize(
+    ("words", "estimator"),
+    [
+        ("algorithm.adv_estimator=rloo", Estimator.rloo),
+        ("algorithm.adv_estimator=gae", Estimator.gae),
+        ("algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False", Estimator.dr_grpo),
+    ],
+)
+def test_a_default_of_verl_leaves_the_estimator_of_the_script(
+    words: str, estimator: Estimator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = port("run.sh", VERL.replace("algorithm.adv_estimator=grpo", words), tmp_path, monkeypatch)
+    assert config.advantage.estimator is estimator
+
+
+def test_a_default_that_is_computed_from_an_unknown_value_is_unknown() -> None:
+    given = {"generation_batch_size": 64, "per_device_train_batch_size": "$args.size", "max_steps": 10}
+    words, notes = translated(given, peers()["TRL"])
+    assert "max_steps" not in words and any(note.startswith("# max_steps=10: depends on") for note in notes)
+
+
+def test_flags_end_at_a_redirection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = SLIME.replace("/base/b.jsonl", "/base/b.jsonl --lr 3e-6 > log.txt 2>&1 &")
+    config, _ = port("run.sh", text, tmp_path, monkeypatch)
+    assert config.optim.lr == 3e-6
+
+
+def test_yaml_of_trl_names_config_and_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+model_name_or_path: /models/a
+dataset_name: a/b
+dataset_config: main
+dataset_train_split: test
+eval_strategy: "no"
+use_peft: true
+lora_target_modules: [q_proj, v_proj]
+chat_template_kwargs: {enable_thinking: false}
+learning_rate: 2.0e-6
+"""
+    config, recipe = port("run.yaml", text, tmp_path, monkeypatch)
+    assert config.sources[0] == "a/b:main@test" and config.optim.lr == 2e-6
+    assert (config.policy.lora.rank, config.policy.lora.alpha) == (16, 32)
+    assert config.policy.lora.targets == r".*\.(q_proj|v_proj)" and "enable_thinking: false" in recipe
 
 
 def test_what_holds_no_settings_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

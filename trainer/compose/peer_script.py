@@ -1,7 +1,7 @@
 """A script of another trainer -> its settings. Nothing of it is executed.
 
 bash    variables, arrays and arithmetic of the script are filled in; branches are read as if all were taken
-Python  arguments of GRPOConfig, GRPOTrainer and LoraConfig, as far as they are literals or names of literals
+Python  what GRPOConfig, GRPOTrainer and LoraConfig are given: peer_python.py
 YAML    keys, joined by dots
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.compose.peer_python import PythonReader
 from trainer.compose.peers import Settings, arithmetic
 from trainer.text.yaml_text import leaves, load_yaml
 
@@ -19,72 +21,84 @@ _COMMANDS = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
 _INNER = r"(?:[^{}]|\$\{(?:[^{}]|\$\{[^{}]*\})*\})*"
 _DOUBLE = rf'"(?:\\.|\$\{{{_INNER}\}}|[^"\\])*"'
 _WORDS = re.compile(
-    rf"""(?<![^\s;(])\#[^\n]*|(?:[^\s"'\\$();&|<>`]|\\.|'[^']*'|{_DOUBLE}|{_COMMANDS}|\$\{{{_INNER}\}}|\$)+"""
+    rf"""(?<!\S)(?:\d|&)?(?:>>?|<)(?:&\d|\s*(?:[^\s;&|()"']|{_DOUBLE}|'[^']*')+)|(?<![^\s;(])\#[^\n]*|(?:[^\s"'\\$();&|<>`]|\\.|'[^']*'|{_DOUBLE}|{_COMMANDS}|\$\{{{_INNER}\}}|\$)+"""
     r"|[();&|\n]",
     re.DOTALL,
 )
 _QUOTED = re.compile(rf"""\$\{{{_INNER}\}}|'([^']*)'|({_DOUBLE})|\\(.)""", re.DOTALL)
 _VARIABLE = re.compile(rf"\$\(\((.*?)\)\)|{_COMMANDS}|\$\{{(\w+)(?::?[-=]({_INNER}))?\}}|\$(\w+)", re.DOTALL)
 _ASSIGNED = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
-_PROGRAM = re.compile(r"(.*/)?\w+\.py|[\w.]*\bmain_\w+|grpo")
-_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig")
+_ARRAY = re.compile(r'"?\$\{(\w+|@)(?:\[[@*]\])?\}"?|"?\$@"?')
+_HYDRA = re.compile(r"\+*[a-z_]\w*(\.\w+)+=.*", re.DOTALL)
+_REDIRECTION = re.compile(r"(\d|&)?[<>]")
+_PROGRAM = re.compile(r"(.*/)?[\w.-]+\.py|[\w.]*\bmain_\w+|grpo")
 
 
-def read_script(path: Path) -> tuple[Settings, list[str]]:
-    """(The settings of a script in bash, Python or YAML, empty if it has none; comments on how they were read).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """What a script says."""
+
+    settings: Settings
+    lines: Mapping[str, int]
+    """Key -> the line that sets it, where it is known."""
+    comments: list[str]
+    """How it was read, and what was not."""
+
+
+def read_script(path: Path) -> Script:
+    """The settings of a script in bash, Python or YAML, empty if it has none.
 
     A value that depends on what only a run knows stays as it is written, with its $ or as a line of Python. Raises
     OSError, ValueError and SyntaxError.
     """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        return dict(_of_python(ast.parse(text))), []
+        found = PythonReader(ast.parse(text))
+        return Script(settings=found.settings, lines=found.lines, comments=found.comments)
+    comments: list[str] = []
     if path.suffix in (".yaml", ".yml"):
-        return {".".join(keys): value for keys, value in leaves(load_yaml(text)) if keys and value != {}}, []
-    commands = ((_of_words(words), comments) for words, comments in _bash_commands(text))
-    return max(commands, key=lambda found: len(found[0]), default=({}, []))
+        settings = {".".join(keys): value for keys, value in leaves(load_yaml(text)) if keys and value != {}}
+    else:
+        commands = [(*_of_words(words), said) for words, said in _bash_commands(text)]
+        settings, unread, said = max(commands, key=lambda found: len(found[0]), default=({}, [], []))
+        others = [f"# {len(each)} settings of another command: the one with the most is read" for each, *_ in commands]
+        others = [text for text, (each, *_) in zip(others, commands, strict=True) if each and each is not settings]
+        comments = [*said, *(f"# {word}: no setting that can be read" for word in unread), *others]
+    return Script(
+        settings=settings, lines={key: line for key in settings if (line := _line(key, text))}, comments=comments
+    )
 
 
-def _of_python(tree: ast.Module) -> Iterator[tuple[str, object]]:
-    names: dict[str, object] = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                names[name] = _literal(value, names)
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), keywords=keywords) if name in _CALLS:
-                yield from ((each.arg, _literal(each.value, names)) for each in keywords if each.arg)
+def _line(key: str, text: str) -> int:
+    """The number of the first line that names a key; 0 if none does."""
+    named = re.compile(rf"(?:(?<![\w.])|(?<=__)){re.escape(key)}\b|^\s*{re.escape(key.rpartition('.')[2])}\s*:")
+    lines = enumerate(text.replace("-", "_").splitlines(), 1)
+    return next((number for number, line in lines if not line.lstrip().startswith("#") and named.search(line)), 0)
 
 
-def _literal(node: ast.expr, names: dict[str, object]) -> object:
-    """The value of an expression; its source behind a $ where it is no literal."""
-    match node:
-        case ast.Name(id=name) if name in names:
-            return names[name]
-        case ast.Call(func=ast.Name(id="load_dataset"), args=args, keywords=keywords):
-            given = [str(_literal(each, names)) for each in args]
-            split = [str(_literal(each.value, names)) for each in keywords if each.arg == "split"]
-            return f"{':'.join(given)}@{split[0]}" if split else f"${ast.unparse(node)}"
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return f"${ast.unparse(node)}"
-
-
-def _of_words(words: list[str]) -> dict[str, object]:
-    """`key=value`, `--key value ...`, `--key=value` and `--key` behind the program of a command."""
+def _of_words(words: list[str]) -> tuple[dict[str, object], list[str]]:
+    """(`key=value`, `--key value ...`, `--key=value` and `--key` behind the program of a command; other words)."""
     starts = [index for index, word in enumerate(words) if _PROGRAM.fullmatch(word)]
     settings: dict[str, object] = {}
     flag = ""
+    unread: list[str] = []
     for word in words[starts[0] + 1 :] if starts else ():
         key, is_set, value = word.partition("=")
         if word.startswith("--"):
             flag = key.lstrip("-").replace("-", "_")
             settings[flag] = value if is_set else True
-        elif flag:
+            flag = "" if is_set else flag
+        elif _HYDRA.fullmatch(word) or (is_set and not flag):
+            settings[key.lstrip("+")] = value
+            flag = ""
+        elif flag and not _ARRAY.fullmatch(word):
             settings[flag] = word if settings[flag] is True else f"{settings[flag]} {word}"
-        elif is_set:
-            settings[key.lstrip("+~")] = value
-    return settings
+        else:
+            unread.append(word)
+    launched = words[: starts[0]] if settings else []
+    if {"accelerate", "torchrun", "deepspeed"} & set(launched) and any(word.startswith("-") for word in launched):
+        unread.append(" ".join(launched))
+    return settings, unread
 
 
 def _bash_commands(text: str) -> Iterator[tuple[list[str], list[str]]]:
@@ -95,13 +109,15 @@ def _bash_commands(text: str) -> Iterator[tuple[list[str], list[str]]]:
     array = empty = ""
     for found in _WORDS.finditer(text.replace("\\\n", " ") + "\n"):
         word, assigned = found[0], _ASSIGNED.fullmatch(found[0])
-        if word.startswith("#") or (array and word == "\n"):
+        if word.startswith("#") or _REDIRECTION.match(word) or (array and word == "\n"):
             continue
         if word == "(" and empty:
             array = empty
             arrays.setdefault(array, [])
         elif len(word) == 1 and word in "();&|\n":
             array = ""
+            if command[:1] in (["for"], ["read"]) and len(command) > 1:
+                variables.pop(command[-1 if command[0] == "read" else 1], None)
             if command[:1] in (["source"], ["."]) and len(command) > 1:
                 comments[command[1]] = f"# source {command[1]}: the settings of this file are not read"
             yield command, [*comments.values()]
@@ -133,11 +149,11 @@ def _expanded(word: str, variables: dict[str, str], arrays: dict[str, list[str]]
             return known
         return found[0] if default is None else " ".join(_expanded(default, variables, arrays))
 
-    if array := re.fullmatch(r'"?\$\{(\w+|@)(?:\[[@*]\])?\}"?|"?\$@"?', word):
+    if array := _ARRAY.fullmatch(word):
         if array[1] in arrays:
             return arrays[array[1]]
         if "@" in word:
-            return []
+            return [word.strip('"')]
     done, end = "", 0
     for found in _QUOTED.finditer(word):
         single, double, escaped = found.groups()

@@ -7,6 +7,7 @@ whole scripts.
 from __future__ import annotations
 
 import ast
+import json
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -43,8 +44,12 @@ CHOICES: Final[dict[str, str]] = {
     },
 }
 """Choice of an option that other trainers have in this group -> a sentence about what there is instead."""
+DEPENDS: Final = "depends on "
+"""Begins what is said of a value that only the script knows; such a one has a $."""
+NOTHING: Final = "nothing to write"
 _HOLE = re.compile(r"\{([^{}]*)\}")
-_OPERATORS: Final[dict[type, Callable[[float, float], float]]] = {
+_WORD = re.compile(r"(?:\{[^{}]*\}|\S)+")
+OPERATORS: Final[dict[type, Callable[[float, float], float]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -96,32 +101,53 @@ class Peer:
         Raises ValueError for a number that cannot be computed from them.
         """
         found = self.row(path)
-        for pattern, answer in [*self.keys.values()][found[1]].items() if found else ():
+        rows = [*self.keys.values()][found[1]] if found else {}
+        for pattern, answer in rows.items():
             first, *conditions = pattern.split(" & ")
-            wanted = [(first, as_text(value))]
-            for condition in conditions if settings is not None else ():
-                assert settings is not None
+            if (match := re.fullmatch(first, as_text(value), re.IGNORECASE)) is None:
+                continue
+            groups, words, said = match.groupdict(), *parted(answer)
+            # An unknown value chooses none of several rows, apart from one that is written for it.
+            open_ = "" if "$" not in as_text(value) or len(rows) == 1 or "$" in first else "what"
+            for condition in conditions if settings is not None and not open_ else ():
                 key, _, expected = condition.partition("=")
-                wanted.append((self._filled(expected, value, {}, settings), as_text(self.value(key, settings))))
-            matched = [re.fullmatch(regex, text, re.IGNORECASE) for regex, text in wanted]
-            if all(matched):
-                groups = {k: v for match in matched if match for k, v in match.groupdict().items()}
-                words, said = parted(answer)
-                return Answer(words=tuple(self._filled(words, value, groups, settings).split()), said=said)
+                text = as_text(self.value(key, settings or {}))
+                match = re.fullmatch(self._filled(expected, value, {}, settings), text, re.IGNORECASE)
+                open_ = f"{key}, which" if "$" in text else ""
+                if open_ or match is None:
+                    break
+                groups |= match.groupdict()
+            if match is None and not open_:
+                continue
+            filled = [] if open_ else [self._filled(word, value, groups, settings) for word in _WORD.findall(words)]
+            if open_ or "$" in "".join(filled):
+                keys = ", ".join(word.partition("=")[0] for word in _WORD.findall(words))
+                hint = f"set {keys}" if keys else said * (not said.startswith(NOTHING))
+                filled, said = [], f"{DEPENDS}{open_ or 'what'} only the script knows; {hint}".removesuffix("; ")
+            elif "$" in as_text(value) and filled and not said and "$" not in first:
+                said = "the words behind it are not known"
+            return Answer(words=tuple(filled), said=said)
         return None
 
     def value(self, key: str, settings: Settings) -> object:
         """The value of `key`, or of one that ends with it, in a script or by default; None if it has none."""
-        for known in (settings, self.defaults):
-            for name, value in known.items():
-                if f".{name}".endswith(f".{key}"):
+        for name, value in settings.items():
+            if f".{name}".endswith(f".{key}"):
+                return value
+        for name, value in self.defaults.items():
+            if f".{name}".endswith(f".{key}"):
+                try:
                     return self._filled(value, value, {}, settings) if isinstance(value, str) else value
+                except ValueError:  # it is computed from what is unknown, and as unknown itself
+                    return f"${value}"
         return None
 
     def _filled(self, text: str, value: object, groups: Mapping[str, str], settings: Settings | None) -> str:
         def number(found: re.Match[str]) -> str:
             if not found[1]:
-                return as_text(value).replace(" ", "")
+                return as_text(value)
+            if found[1] == "any":
+                return "|".join(re.findall(r"[\w.]+", as_text(value)))
             if settings is None and found[1] not in groups:
                 return "..."
             return as_text(arithmetic(found[1], lambda name: groups.get(name) or self.value(name, settings or {})))
@@ -181,6 +207,9 @@ def parted(answer: str) -> tuple[str, str]:
 
 def as_text(value: object) -> str:
     """A value of Python, YAML or a shell as the command line takes it."""
+    if isinstance(value, dict | list):
+        entries = {str(key): each for key, each in value.items()} if isinstance(value, dict) else value
+        return json.dumps(entries, separators=(",", ":"), default=str)
     text = f"{value:.12g}" if isinstance(value, float) else str(value)
     return {"True": "true", "False": "false", "None": "null"}.get(text, text)
 
@@ -193,12 +222,14 @@ def arithmetic(text: str, value_of: Callable[[str], object]) -> object:
 
     def number(node: ast.expr) -> float:
         match node:
-            case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](number(left), number(right))
+            case ast.BinOp(left, op, right) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](number(left), number(right))
             case ast.BoolOp(ast.Or(), [first, other]):
                 try:
                     return number(first)
-                except ValueError:
+                except ValueError as error:
+                    if str(error).startswith(DEPENDS):
+                        raise
                     return number(other)
             case ast.UnaryOp(ast.USub(), operand):
                 return -number(operand)
@@ -206,7 +237,12 @@ def arithmetic(text: str, value_of: Callable[[str], object]) -> object:
                 return value
             case ast.Name() | ast.Attribute():
                 found = as_text(value_of(ast.unparse(node)))
-                return int(found) if found.lstrip("-").isdigit() else float(found)
+                if "$" in found:
+                    raise ValueError(f"{DEPENDS}{ast.unparse(node)}={found}, which only the script knows")
+                try:
+                    return int(found) if found.lstrip("-").isdigit() else float(found)
+                except ValueError:
+                    raise ValueError(f"{ast.unparse(node)}={found} is no number") from None
         raise ValueError(f"{text} is no sum of numbers")
 
     try:

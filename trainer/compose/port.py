@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
+from algorithms.config import Problem
 from algorithms.config.rules import describe
 from rollout.config import SamplingConfig
-from trainer.compose.peers import Peer, Settings, as_text, peers
+from trainer.compose.compose import resolve
+from trainer.compose.peer_script import Script
+from trainer.compose.peers import DEPENDS, NOTHING, Peer, Settings, as_text, peers
 from trainer.config.train import GROUPS, TrainConfig
 
 ALWAYS = ("model=hf", "data=file")
@@ -21,6 +28,8 @@ TOP_K = 256
 """What the refusal of a truncation without top_k proposes."""
 LONGEST = ("data.max_prompt_tokens", "sampling.max_new_tokens", "batch.max_tokens_per_microbatch")
 """The first two must fit into the third."""
+ELSEWHERE = ("model.path", "data.train_path", "data.eval_path", "reward.function", "run.resume_from")
+"""Files that need not be where the script is ported."""
 
 
 def peer_of(settings: Settings) -> Peer:
@@ -40,23 +49,64 @@ def own_defaults() -> dict[str, object]:
     return {each.key: each.default for prefix, kind in kinds for each in describe(kind, prefix=prefix)}
 
 
-def ported(settings: Settings, peer: Peer, *, source: str, comments: Sequence[str] = ()) -> str:
-    """The recipe that does what the script does, as YAML; `source` is the name of the script, `comments` go with it."""
+def ported(script: Script, peer: Peer, *, source: str) -> tuple[str, list[Problem]]:
+    """(The recipe that does what the script does, as YAML; problems that it has apart from files that are elsewhere).
+
+    `source` is the name of the script. Values that Parity refuses become comments.
+    """
     words = dict(word.split("=", 1) for word in ALWAYS)
-    found, notes = translated(settings, peer)
+    settings = _with_mappings(script.settings, peer)
+    found, notes = translated(settings, peer, script.lines)
     for each in found.values():
         words |= dict(word.lstrip("+").split("=", 1) for word in each)
-    notes += comments
+    notes += script.comments
     if "reward.function" not in words:
         words["reward.function"] = NO_REWARD
         notes.append(f"# reward.function={NO_REWARD}: the script names no rule; choose one, or write a function")
+    for key in ("model.path", "data.train_path", "data.eval_path"):
+        if key not in words:
+            notes.append(f"# {key}: the script names none that can be read; set it")
     for key, top_k in _kept(words):
         words[key] = top_k
         notes.append(f"# {key}={top_k}: with top_p or min_p SGLang returns the kept tokens, which top_k must bound")
     defaults = own_defaults()
-    prompt, response, both = (int(words.get(key, as_text(defaults[key]))) for key in LONGEST)
-    if prompt + response > both:
+    prompt, response, both = (_parsed(words.get(key, as_text(defaults[key]))) for key in LONGEST)
+    if isinstance(prompt, int) and isinstance(response, int) and isinstance(both, int) and prompt + response > both:
         words[LONGEST[-1]] = str(prompt + response)
+    title = f"# Question: What does {source} ({peer.about}) do here?\n# Verified: no, written by parity port\n"
+    problems = _problems(_recipe(words))
+    while refused := [problem for problem in problems if problem.key in words]:
+        for problem in refused:
+            value = words.pop(problem.key, "the same")
+            notes.append(f"# {problem.key}={value}: left out, Parity's default is taken; {problem}")
+        problems = _problems(_recipe(words))
+    notes += [f"# parity train refuses this recipe: {each}" for each in problems]
+    said = "".join(f"{' '.join(note.split())}\n" for note in ["", *notes]) if notes else ""
+    return f"{title}{_recipe(words)}{said}", problems
+
+
+def _problems(recipe: str) -> list[Problem]:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "ported.yaml"
+        path.write_text(recipe, encoding="utf-8")
+        found = resolve(path, (), own_dir=None, multirun=False, unneeded=ELSEWHERE).problems
+    return [replace(each, key=each.key.rpartition(": ")[2]) for each in found]
+
+
+def _with_mappings(settings: Settings, peer: Peer) -> Settings:
+    """`x_kwargs.a=1` and `x_kwargs.b=2`, which have no rows of their own, as one value of `x_kwargs`."""
+    joined: dict[str, Any] = {}
+    for key, value in settings.items():
+        holder, _, name = key.rpartition(".")
+        row = peer.row(key.split("."))
+        if holder.endswith("_kwargs") and peer.row(holder.split(".")) and (row is None or row[0]):
+            joined.setdefault(holder, {})[name] = _parsed(as_text(value)) if isinstance(value, str) else value
+        else:
+            joined[key] = value
+    return joined
+
+
+def _recipe(words: Mapping[str, str]) -> str:
     chosen = [{f"override /{group}": words[group]} for group in GROUPS if group in words]
     tree: dict[str, Any] = {}
     texts = {each.key for each in describe(TrainConfig) if isinstance(each.default, str)}
@@ -69,9 +119,7 @@ def ported(settings: Settings, peer: Peer, *, source: str, comments: Sequence[st
             holder[name] = value if key in texts else _parsed(value)
     head = yaml.safe_dump({"defaults": ["/train", *chosen, "_self_"]}, sort_keys=False)
     body = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110)
-    said = "".join(f"{' '.join(note.split())}\n" for note in ["", *notes]) if notes else ""
-    title = f"# Question: What does {source} ({peer.about}) do here?\n# Verified: no, written by parity port\n"
-    return f"{title}{head}\n{body}{said}"
+    return f"{head}\n{body}"
 
 
 def _kept(words: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -86,8 +134,13 @@ def _kept(words: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield f"{section}.top_k", str(sampling.top_k)
 
 
-def translated(settings: Settings, peer: Peer) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """(Key of the script, or of the defaults -> words, in the order of the table; comments for the rest)."""
+def translated(
+    settings: Settings, peer: Peer, lines: Mapping[str, int] = MappingProxyType({})
+) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """(Key of the script, or of the defaults -> words, in the order of the table; comments for the rest).
+
+    `lines` are those of the script that set the keys.
+    """
     unset = [key for key in peer.defaults if not any(_same(key, given) for given in settings)]
     # A script may set an older name of a key, which the row of the newer one names whole.
     names = {row[1]: key for key in settings if (row := peer.row(key.split("."))) and not row[0]}
@@ -100,14 +153,13 @@ def translated(settings: Settings, peer: Peer) -> tuple[dict[str, tuple[str, ...
         try:
             answer = peer.answer(key.split("."), known[key], known)
             said = "is no key that is known here" if answer is None else answer.said
-            if answer and "$" in "".join(answer.words):
-                said = f"depends on what only the script knows: {' '.join(answer.words)}"
-            elif answer and answer.words:
+            if answer and answer.words:
                 words[key] = answer.words
         except ValueError as error:
             said = str(error)
-        if said and key in settings and not said.startswith("nothing to write"):
-            notes.append(f"# {key}={as_text(known[key])}: {said}")
+        if said and (key in settings or said.startswith(DEPENDS)) and not said.startswith(NOTHING):
+            place = f" (line {lines[key]})" if key in lines else "" if key in settings else f" ({peer.about}'s default)"
+            notes.append(f"# {key}={as_text(known[key])}: {said}{place}")
     return words, notes
 
 
@@ -122,6 +174,11 @@ def _parsed(value: str) -> object:
             return kind(value)
         except ValueError:
             pass
+    try:
+        if value[:1] in ("[", "{"):
+            return json.loads(value)
+    except ValueError:
+        pass
     if value.startswith("[") and value.endswith("]"):
         return [_parsed(each.strip()) for each in value[1:-1].split(",") if each.strip()]
     return {"true": True, "false": False, "null": None}.get(value, value)
