@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from test_diagnosis import save_model
-from test_rounded_activations import TOKENS, bundle_of
+from test_rounded_activations import TOKENS, bundle_of, scorer_of
 
 from rollout.config import DType, Quantization
+from trainer.diagnose.case import Case
 from trainer.diagnose.diagnosis import Diagnosis, Settings, diagnose
 from trainer.diagnose.evidence import evidence_of
 from trainer.diagnose.logprob_scorer import LogprobScorer
 from trainer.diagnose.results import answer, part_rows
+from trainer.diagnose.rungs import fitted_temperature
 from trainer.diagnose.scoring import EditKind, Scoring, TensorEdit
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -99,11 +102,24 @@ def test_a_part_of_the_way_and_a_temperature_are_fitted_together(tmp_path: Path,
 
 
 def test_a_fitted_number_stands_with_its_interval(model: Path) -> None:
-    found = explained([model], Scoring(temperature=1.2), settings=PLAIN, noise=0.1)
-    [fault] = found.faults
+    [fault] = explained([model], Scoring(temperature=1.2), settings=PLAIN, noise=0.1).faults
     low, high = (float(word.strip("()")) for word in fault.what.rpartition("not 1 ")[2].split(" to "))
-    assert low <= 1.2 <= high < low + 0.05
-    assert low < high
+    assert 1.15 < low < high < 1.25
+
+
+def test_the_standard_error_of_a_fitted_number_is_the_spread_of_the_number(model: Path) -> None:
+    scorer = scorer_of(model)
+    [hot] = scorer.score([Scoring(temperature=1.2)])
+    held = 0
+    for seed in range(40):
+        draw = torch.Generator().manual_seed(seed)
+        noisy = hot + 0.1 * torch.randn(TOKENS, generator=draw, dtype=torch.float64)
+        case = Case(scorer=scorer, target=noisy, mask=torch.ones(TOKENS, dtype=torch.bool))
+        found = fitted_temperature(case, Scoring())
+        assert found is not None and found.number is not None
+        scoring, [error] = case.refitted(found.scoring, [found.number])
+        held += abs(found.number.get(scoring) - math.log(1.2)) < float(error)
+    assert 20 <= held <= 34, "one standard error holds 68 %"
 
 
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16, DType.float16])
