@@ -198,9 +198,10 @@ def left_out_call(messages: Messages, text: str, render: Callable[[Messages], st
             if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
                 continue
             function["name"] = f"{name}_"
-            with suppress(Exception):  # of a template that reads the name, and refuses it
-                if render(other) == text:
-                    return (
-                        f"the chat template leaves out the call of the tool {name}: write it into the message's content"
-                    )
+            try:
+                is_left_out = render(other) == text
+            except Exception:  # whatever a template raises: it reads the name, and refuses another one
+                is_left_out = False
+            if is_left_out:
+                return f"the chat template leaves out the call of the tool {name}: write it into the message's content"
     return ""
