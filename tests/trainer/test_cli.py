@@ -25,7 +25,7 @@ def test_help_appears_at_once(words: list[str], tmp_path: Path) -> None:
     outcome = parity(*words, cwd=tmp_path, watched=(*HEAVY, "hydra", "omegaconf", "rich"))
     assert outcome.code == 0
     assert outcome.loaded == ()
-    assert outcome.cpu_s < 0.5
+    assert outcome.cpu_s < 1  # 0.2 on an idle core; more beside other programs
     assert "parity" in outcome.out
     assert outcome.err == ""
 
