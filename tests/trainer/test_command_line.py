@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from trainer.compose.compose import resolve
+from trainer.compose.overrides import path_override
 from trainer.compose.read import read_own_keys
 from trainer.config.paths import recipe_dir
 from trainer.study.config import StudyConfig
@@ -20,16 +21,17 @@ PATHS = [
     'say "so"',
     "a(1)[2]{3}",
     "ä=b:c",
+    'it\'s "both"',
     "one;two `x` & $y",
 ]
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_printed_path_is_read_as_it_is(path: str) -> None:
-    [word] = shlex.split(command_line(("run.dir", path)))
+    [word] = shlex.split(command_line(path_override("run.dir", path)))
     [run] = resolve(recipe_dir() / "arithmetic_grpo.yaml", (word,), own_dir=None, multirun=False).runs
     assert run.config is not None and run.config.run.dir == path
-    [word] = shlex.split(command_line(("study.dir", path)))
+    [word] = shlex.split(command_line(path_override("study.dir", path)))
     config, problems = read_own_keys(StudyConfig, [word], section="study")
     assert not problems and config.dir == path
     assert shlex.split(command_line("parity", "resume", path)) == ["parity", "resume", path]

@@ -23,7 +23,7 @@ from trainer.rundir.run_dir import lock_directory, logged_step
 from trainer.study.config import DEFAULT_MODES, StudyConfig
 from trainer.study.grid import Cell, Study, compose_study
 from trainer.study.results import CellRecord, Stage, make_way, stage_of, study_problems
-from trainer.study.run import command_line, last_words, parallel_problems, run_cells
+from trainer.study.run import cell_command, last_words, parallel_problems, run_cells
 from trainer.text.plain import duration
 from trainer.tracking.tracker import Tracker
 
@@ -177,7 +177,7 @@ def test_runs_beside_each_other_see_gpus_of_their_own(monkeypatch: pytest.Monkey
 
 def test_a_cell_is_the_command_of_an_ordinary_run(small: Study, tmp_path: Path) -> None:
     cell = small.cells[0]
-    words = command_line(small, cell, tmp_path)[1:]
+    words = cell_command(small, cell, tmp_path)[1:]
     assert words[:4] == ["-P", "-m", "trainer", "train"]
     assert words[4] == str(RECIPES / "arithmetic_grpo.yaml")
     assert {"correction=tis", "run.seed=0", "rollout.quantization=int8", "run.resume=auto", *WORDS} <= set(words)
@@ -224,7 +224,7 @@ def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
         def command(study: Study, cell: Cell, study_dir: Path) -> list[str]:
             return [sys.executable, "-c", FAKE, str(study_dir / cell.name), behaviours.get(cell.name, "works")]
 
-        monkeypatch.setattr(study_run, "command_line", command)
+        monkeypatch.setattr(study_run, "cell_command", command)
 
     return decide
 

@@ -18,7 +18,7 @@ import yaml
 from algorithms.config import NOT_SET, Problem
 from trainer.cli.arguments import RecipeArguments
 from trainer.compose.compose import Resolution, resolve
-from trainer.compose.overrides import directory_override
+from trainer.compose.overrides import directory_override, path_override
 from trainer.config.train import GROUPS
 from trainer.config.training import Resume
 from trainer.rundir.run_dir import (
@@ -90,7 +90,7 @@ def resume_words(run_dir: Path, overrides: Sequence[str]) -> tuple[list[str], li
     ]
     if own and not has_checkpoint(run_dir) and completed_steps(run_dir):
         rule = "must hold a checkpoint to go on from: the run has ended, and it saved none"
-        own_dir = command_line(("run.dir", run_dir))
+        own_dir = command_line(path_override("run.dir", run_dir))
         remedy = f"parity train <recipe> run.resume=clean {own_dir} moves it aside and begins again."
         problems.append(Problem(key="run.dir", rule=rule, value=str(run_dir), remedy=remedy))
     return [*own, directory_override(run_dir), f"run.resume={Resume.auto.name}"], problems

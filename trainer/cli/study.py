@@ -18,6 +18,7 @@ from trainer.cli.arguments import parse_recipe
 from trainer.cli.plan import render_plan
 from trainer.cli.tables import labelled, rows_text
 from trainer.compose.catalog import find_recipe, recipe_name
+from trainer.compose.overrides import path_override
 from trainer.compose.read import read_own_keys
 from trainer.ending.exit_codes import DONE, FAILED, GO_ON, refuse, report
 from trainer.ending.termination import RunTerminated
@@ -84,7 +85,7 @@ def run_study(words: Sequence[str]) -> int:
     try:
         return _run(study, study_dir, command=command_line(*NAME.split(), *redact_argv(kept)))
     except RunTerminated as ended:  # by a second signal
-        say(f"{NAME}: ended at once; go on with {command_line(('study.dir', study_dir))}")
+        say(f"{NAME}: ended at once; go on with {command_line(path_override('study.dir', study_dir))}")
         return ended.exit_code
     finally:
         release_directory(lock, study_dir)
@@ -116,13 +117,13 @@ def _run(study: Study, study_dir: Path, *, command: str) -> int:
         say(f"{NAME}: {page} could not be written ({not_written})")
     if code != DONE:
         reason = "out of time" if code == GO_ON else f"asked to end ({signal.Signals(code - 128).name})"
-        say(f"{NAME}: {reason}; go on with {command_line(('study.dir', study_dir))}")
+        say(f"{NAME}: {reason}; go on with {command_line(path_override('study.dir', study_dir))}")
         return code
     left = [cell.name for cell in study.cells if stage_of(study_dir, cell) is not Stage.finished]
     for name in left:
         say(f"{NAME}: {name} failed: {records[name].error}")
     if left:
-        again = command_line(("study.dir", study_dir))
+        again = command_line(path_override("study.dir", study_dir))
         say(f"{NAME}: {len(left)} of {len(study.cells)} runs failed; try them again: {again}")
     return FAILED if left or not_written else DONE
 

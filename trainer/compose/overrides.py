@@ -37,6 +37,8 @@ _ESCAPE = re.compile(r"\\([\\()\[\]{}:=, \t])")
 """A character after a backslash, which Hydra takes away in a text without quotes, and keeps within quotes."""
 _ONE_TEXT = re.compile(r"[^'\"\[{,][^,]*")
 """A value without quotes that is no list, no mapping and no sweep."""
+_NOT_PLAIN = re.compile(r"[,'\"()\[\]{}=:~]|^\s|\s$")
+"""What makes Hydra read a path without quotes as something else."""
 _SHORT, _LONG = "resume=", "run.resume="
 
 
@@ -48,6 +50,11 @@ def long_form(words: Sequence[str]) -> tuple[str, ...]:
 def directory_override(run_dir: Path) -> str:
     """The override that names the directory of the run to continue."""
     return f"run.dir={_quoted(str(run_dir))}"
+
+
+def path_override(key: str, path: str | Path) -> str:
+    """The override of a key that names a path, for people: in quotes only where Hydra reads none as it is."""
+    return f"{key}={_quoted(str(path)) if _NOT_PLAIN.search(str(path)) else path}"
 
 
 def override_words(values: Mapping[str, object]) -> list[str]:
@@ -125,9 +132,7 @@ def quoted_home(word: str, *, sweeps: bool = False) -> str:
 
 def literal(text: str) -> str:
     """A text without quotes, as Hydra would read it, in quotes."""
-    # OmegaConf reads no quotes with a backslash before them in an interpolation.
-    quote = Quote.double if "'" in text else Quote.single
-    return QuotedString(text=_ESCAPE.sub(r"\1", text), quote=quote).with_quotes()
+    return _quoted(_ESCAPE.sub(r"\1", text))
 
 
 def _spaced(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
@@ -180,7 +185,8 @@ def _written(value: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    return QuotedString(text=text, quote=Quote.single).with_quotes()
+    # OmegaConf reads no quotes with a backslash before them in an interpolation, and YAML none in single quotes.
+    return QuotedString(text=text, quote=Quote.double if "'" in text else Quote.single).with_quotes()
 
 
 def _refused(word: str, error: HydraException) -> Problem:

@@ -16,6 +16,7 @@ from rollout.model.text_part import text_part
 from rollout.similar_file import similar_directory
 from rollout.weights.experts import EXPERT_NAME, FAMILIES, mixture_of
 from rollout.weights.files import INDEX_FILE, tensor_shapes
+from trainer.compose.overrides import path_override
 from trainer.limits.model_shape import CONFIG_FILE, UnknownShapeError, layer_of, model_directory
 from trainer.rundir.weights_source import ADAPTER_CONFIG
 from trainer.text.plain import command_line
@@ -112,7 +113,7 @@ def _incomplete(key: str, directory: Path) -> Problem | None:
     if (directory / ADAPTER_CONFIG).is_file():
         remedy = (
             "It is an adapter: parity export <run> DIR, without --adapter, writes the whole model, and parity eval "
-            f"<recipe> {command_line(('checkpoint', directory))} evaluates it."
+            f"<recipe> {command_line(path_override('checkpoint', directory))} evaluates it."
         )
     rule = f"must be the directory of a Hugging Face model, {lacks}"
     return Problem(key=key, rule=rule, value=str(directory), remedy=remedy)

@@ -125,7 +125,7 @@ class _Cells:
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as out:
             process = subprocess.Popen(  # noqa: S603 - our own command line, no shell
-                command_line(self._study, cell, self._dir),
+                cell_command(self._study, cell, self._dir),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -217,7 +217,7 @@ class _Cells:
         return f"{message} ({ending})" if message else ending
 
 
-def command_line(study: Study, cell: Cell, study_dir: Path) -> list[str]:
+def cell_command(study: Study, cell: Cell, study_dir: Path) -> list[str]:
     """The command of one run: `parity train` with the directory of the cell."""
     own = [] if study.own_dir is None else ["--config-dir", str(study.own_dir)]
     place = directory_override(study_dir.absolute() / cell.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -33,16 +32,9 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def command_line(*words: str | Path | tuple[str, str | Path]) -> str:
-    """A command to paste into a shell; a pair is a key and its path, which Hydra's grammar reads too."""
-    return shlex.join(
-        f"{word[0]}={_for_hydra(str(word[1]))}" if isinstance(word, tuple) else str(word) for word in words
-    )
-
-
-def _for_hydra(path: str) -> str:
-    quote = '"' if "'" in path else "'"
-    return f"{quote}{path}{quote}" if re.search(r"[,'\"()\[\]{}=:~]|^\s|\s$", path) else path
+def command_line(*words: str | Path) -> str:
+    """A command to paste into a shell. `path_override` of trainer/compose/overrides.py writes a key with its path."""
+    return shlex.join(map(str, words))
 
 
 def printable(text: str) -> str:

@@ -198,14 +198,13 @@ class WandbSink:
                     self._report("W&B: this run was deleted there; it goes on there as a new run, from this step on")
                 continue
             own = Path(run.dir).resolve().parent
-            directory = command_line(own)
             # An earlier start that was offline left a directory of its own, with the steps before this start.
             earlier = set(own.parent.glob(f"offline-run-*-{self._run.id}")) - {own}
-            self._sync_command = " ".join(["wandb sync", *(command_line(path) for path in sorted(earlier)), directory])
+            self._sync_command = command_line("wandb", "sync", *sorted(earlier), own)
             self.mode = mode
             why = f" ({'; '.join(reasons)})" if reasons else ""
             # The end of the run has the command; of a run that is killed, the directory is enough for it.
-            where = f" at {run.url}" if mode is WandbMode.online else f", in {directory}"
+            where = f" at {run.url}" if mode is WandbMode.online else f", in {command_line(own)}"
             self._report(f"W&B: {mode.name}{why}{where}")
             return run
         self._report(f"W&B: off ({'; '.join(reasons)})")
