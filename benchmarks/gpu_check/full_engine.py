@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gpu_check.host import NEEDS_CUDA, Host, gib
-from gpu_check.models import QWEN_05B, TINY, hf_config
+from gpu_check.models import QWEN_05B, TINY, Size, hf_config
 from gpu_check.rows import NotRunError, Row, judged, not_run, noted
-from rollout.engine import EngineError, EngineNeeds, WeightSyncError
+from rollout.engine import Engine, EngineError, EngineNeeds, WeightSyncError
 from rollout.sglang.config import SGLangConfig
 from rollout.sglang.engine import SGLangEngine
 from rollout.types import GenerateRequest, PackedWeights, SamplingParams
@@ -36,11 +36,12 @@ CACHE_VARIABLES = (
 SLEEPING_BYTES = 2 * 2**30
 """Memory that a sleeping server may keep: contexts and libraries."""
 FRACTIONS = (0.3, 0.6)
+RANDOM = replace(TINY, name="tiny-random")
 
 
-def random_model(host: Host) -> tuple[Path, PreTrainedModel]:
-    """A random model on the disk, and in memory."""
-    size = host.pick(QWEN_05B, replace(TINY, name="tiny-random"))
+def random_model(host: Host, tiny: Size = RANDOM) -> tuple[Path, PreTrainedModel]:
+    """A random model on the disk, and in memory; on a CPU a `tiny` one."""
+    size = host.pick(QWEN_05B, tiny)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config(size), dtype=torch.bfloat16)
     path = host.scratch / f"qwen2-{size.name}"
     model.save_pretrained(path)
@@ -147,28 +148,38 @@ def sleeping(host: Host) -> Iterator[Row]:
     path, model = random_model(host)
     before = host.used() if host.is_cuda else 0
     with started(host, path, sleeps=host.is_cuda) as (engine, _):
-        awake = host.used() if host.is_cuda else 0
-        _, slept = host.once(engine.sleep)
-        asleep = host.used() if host.is_cuda else 0
-        _, woke = host.once(engine.wake)
-        with packed(model, version=1) as weights:
-            engine.load_weights(weights)
-        length = len(engine.generate(requests(1, tokens=8))[0].token_ids)
+        yield from slept(host, "22", engine, model, kind="server", version=1, before=before)
+
+
+def slept(
+    host: Host, check: str, engine: Engine, model: PreTrainedModel, *, kind: str, version: int, before: int
+) -> Iterator[Row]:
+    """Let an engine that runs sleep and wake, and give it the weights as `version`.
+
+    `kind` is the word for it; `before` is the memory of the GPU, in bytes, that was taken before its start.
+    """
+    awake = host.used() if host.is_cuda else 0
+    _, slept_s = host.once(engine.sleep)
+    asleep = host.used() if host.is_cuda else 0
+    _, woke_s = host.once(engine.wake)
+    with packed(model, version=version) as weights:
+        engine.load_weights(weights)
+    length = len(engine.generate(requests(1, tokens=8))[0].token_ids)
     yield judged(
-        "22",
+        check,
         "sleep, wake, sync, generate",
         expected="8 tokens",
-        measured=f"{length} tokens; slept in {slept:.2f} s, woke in {woke:.2f} s",
+        measured=f"{length} tokens; slept in {slept_s:.2f} s, woke in {woke_s:.2f} s",
         ok=length == 8,
         reason="no whole response",
     )
-    what, expected = "memory of the GPU that a sleeping server keeps", f"less than {gib(SLEEPING_BYTES)}"
+    what, expected = f"memory of the GPU that a sleeping {kind} keeps", f"less than {gib(SLEEPING_BYTES)}"
     if not host.is_cuda:
-        yield not_run("22", what, expected=expected, reason=NEEDS_CUDA)
+        yield not_run(check, what, expected=expected, reason=NEEDS_CUDA)
         return
     kept = asleep - before
     yield judged(
-        "22",
+        check,
         what,
         expected=expected,
         measured=f"{gib(kept)}, awake {gib(awake - before)}",

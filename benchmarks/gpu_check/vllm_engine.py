@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from gpu_check.full_engine import SLEEPING_BYTES, START_TIMEOUT_S, packed, requests
-from gpu_check.host import NEEDS_CUDA, Host, gib
-from gpu_check.models import QWEN_05B, TINY, hf_config
-from gpu_check.rows import Row, judged, not_run, noted
+from gpu_check.full_engine import START_TIMEOUT_S, packed, random_model, requests, slept
+from gpu_check.host import Host
+from gpu_check.models import TINY
+from gpu_check.rows import Row, judged, noted
 from rollout.engine import EngineSetup, WeightSyncError
 from rollout.types import GenerateRequest, Generation
 from rollout.vllm.config import VLLMConfig
@@ -32,10 +32,7 @@ LAWS = {"temperature 0.7": {"temperature": 0.7}, "top_k=20, top_p=0.9": {"top_k"
 def engine(host: Host) -> Iterator[Row]:
     """All of one engine, which sleeps on a GPU."""
     # The attention of vLLM on a CPU has no heads of 16.
-    size = host.pick(QWEN_05B, replace(TINY, name="tiny-wide", heads=2, kv_heads=1))
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config(size), dtype=torch.bfloat16)
-    path = host.scratch / f"qwen2-{size.name}"
-    model.save_pretrained(path)
+    path, model = random_model(host, replace(TINY, name="tiny-wide", heads=2, kv_heads=1))
     config = VLLMConfig(gpus_per_engine=host.pick(0.5, 0.0), start_timeout_s=START_TIMEOUT_S)
     setup = EngineSetup(
         config=config, index=0, seed=0, device=host.device.type, num_threads=host.threads, log_dir=host.out / "logs",
@@ -51,7 +48,7 @@ def engine(host: Host) -> Iterator[Row]:
         for name, sampling in LAWS.items():
             yield _law(host, made, model, name, _asked(sampling))
         yield from _seeds(made)
-        yield from _sleep(host, made, model, before=before)
+        yield from slept(host, CHECK, made, model, kind="engine", version=2, before=before)
     finally:
         made.stop()
 
@@ -134,27 +131,3 @@ def _seeds(engine: VLLMEngine) -> Iterator[Row]:
         pairs = zip(first, engine.generate(again), strict=True)
         same = sum(one.token_ids == other.token_ids for one, other in pairs)
         yield noted(CHECK, what, measured=f"{same} of {len(first)} responses are the same", expected="nearly all")
-
-
-def _sleep(host: Host, engine: VLLMEngine, model: PreTrainedModel, *, before: int) -> Iterator[Row]:
-    awake = host.used() if host.is_cuda else 0
-    _, slept = host.once(engine.sleep)
-    asleep = host.used() if host.is_cuda else 0
-    _, woke = host.once(engine.wake)
-    with packed(model, version=2) as weights:
-        engine.load_weights(weights)
-    length = len(engine.generate(requests(1, tokens=8))[0].token_ids)
-    yield judged(
-        CHECK,
-        "sleep, wake, sync, generate",
-        expected="8 tokens",
-        measured=f"{length} tokens; slept in {slept:.2f} s, woke in {woke:.2f} s",
-        ok=length == 8,
-    )
-    what, expected = "memory of the GPU that a sleeping engine keeps", f"less than {gib(SLEEPING_BYTES)}"
-    if not host.is_cuda:
-        yield not_run(CHECK, what, expected=expected, reason=NEEDS_CUDA)
-        return
-    measured = f"{gib(asleep - before)}, awake {gib(awake - before)}"
-    ok = asleep - before < SLEEPING_BYTES
-    yield judged(CHECK, what, expected=expected, measured=measured, ok=ok, reason="graphs or workspaces stay")

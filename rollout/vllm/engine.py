@@ -73,10 +73,10 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
             raise EngineError(f"{self._name} start: {model_path}: the model must {rule}")
         if VLLMEngine._running is not None:
             raise EngineError(f"{self._name} start: a process holds one engine of vLLM; stop the other one first")
-        if not self.release.is_installed:
-            found = " ".join(installed_package() or ("nothing",))
+        if not self.release.is_of(found := installed_package()):
+            this = " ".join(found or ("nothing",))
             raise EngineError(
-                f"{self._name} start: vLLM must come from {self.release}, this is {found}; {self.release.remedy}"
+                f"{self._name} start: vLLM must come from {self.release}, this is {this}; {self.release.remedy}"
             )
         VLLMEngine._running = self
         with self._surroundings():

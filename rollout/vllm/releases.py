@@ -20,7 +20,10 @@ class Release(NamedTuple):
 
     @property
     def is_installed(self) -> bool:
-        found = installed_package()
+        return self.is_of(installed_package())
+
+    def is_of(self, found: tuple[str, str] | None) -> bool:
+        """True if `found`, from `installed_package`, is of this release."""
         return found is not None and found[0] == self.package and found[1].startswith(self.number)
 
 
@@ -32,6 +35,6 @@ ON_GPU = Release(
 
 def installed_package() -> tuple[str, str] | None:
     """Name and version of the package that has the module vllm; None if there is none. A third party's build for CPUs
-    has another name than vLLM's own for GPUs."""
+    has another name than vLLM's own for GPUs. Reads what all packages say of themselves, which takes half a second."""
     owners = packages_distributions().get("vllm")
     return (owners[0], version(owners[0])) if owners else None

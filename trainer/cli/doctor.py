@@ -151,7 +151,7 @@ def _vllm(torch_found: Finding) -> Finding:
         return Finding(NOTE, "vllm", "not installed, as most runs do without it", f"{VLLMConfig.package_remedy}.")
     name, number = package
     for release, where in ((ON_CPU, "on a CPU"), (ON_GPU, "on a GPU")):
-        if release.is_installed:
+        if release.is_of(package):
             return Finding(OK, "vllm", f"{number} ({name}), {where}")
     return Finding(NOTE, "vllm", f"{number} ({name}): rollout=vllm needs {ON_CPU} or {ON_GPU}", f"{ON_CPU.remedy}.")
 
