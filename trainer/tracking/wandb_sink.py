@@ -200,7 +200,7 @@ class WandbSink:
             own = Path(run.dir).resolve().parent
             # An earlier start that was offline left a directory of its own, with the steps before this start.
             earlier = set(own.parent.glob(f"offline-run-*-{self._run.id}")) - {own}
-            self._sync_command = command_line("wandb", "sync", *sorted(earlier), own)
+            self._sync_command = f"wandb sync {command_line(*sorted(earlier), own)}"
             self.mode = mode
             why = f" ({'; '.join(reasons)})" if reasons else ""
             # The end of the run has the command; of a run that is killed, the directory is enough for it.
