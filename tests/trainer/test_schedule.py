@@ -20,7 +20,7 @@ from trainer.config.schedule import (
 )
 from trainer.config.train import TrainConfig
 from trainer.config.training import Residency
-from trainer.run.schedule import RolloutSchedule
+from trainer.run.rollout_schedule import RolloutSchedule
 
 PARTIAL = FixedCollectConfig(partial=True, over_sampling=1.5)
 

@@ -1,7 +1,7 @@
 """Schedule of sampling: a step's responses are sampled before its training, during the previous step, or further ahead.
 
-`trainer/run/loop.py` calls the same phases in every schedule; the `RolloutSchedule` of trainer/run/schedule.py decides
-in which phase the engines begin to sample later steps. v(k) denotes the weights at the start of the training of step k:
+`trainer/run/loop.py` calls the same phases in every schedule; trainer/run/rollout_schedule.py decides in which phase
+the engines begin to sample later steps. v(k) denotes the weights at the start of the training of step k:
 
     sync          collect k (all from v(k)); train k; weights
     one_step_off  collect k; begin k+1 with v(k); train k; wait for the rest of k+1; weights

@@ -9,7 +9,7 @@
            -dump-> a step's batch, for `parity replay`                         trainer/run/dumper.py
 
 The version of the weights is the number of completed optimizer steps. Every token carries the version of the weights
-that sampled it. `schedule=` (trainer/run/schedule.py) decides which phases overlap; the phases are always the same.
+that sampled it. `schedule=` (trainer/run/rollout_schedule.py) decides which phases overlap; the phases stay the same.
 Inside a block of `engines.resident()` the engines are on their GPUs, inside `policy.resident()` the policy is; if both
 share GPUs, the other one is on the host meanwhile.
 """
@@ -52,8 +52,8 @@ from trainer.run.guard import Guard, build_guard
 from trainer.run.notices import Notices
 from trainer.run.probe import probe_logprobs
 from trainer.run.profiling import Profiler
+from trainer.run.rollout_schedule import RolloutSchedule
 from trainer.run.saving import Ending, Saver
-from trainer.run.schedule import RolloutSchedule
 from trainer.run.step_log import StepLog
 from trainer.run.task import Task, checked_task, data_notes
 from trainer.rundir.checkpoint import Checkpoint, RunState
