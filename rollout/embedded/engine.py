@@ -18,7 +18,7 @@ from rollout.config import EngineConfig
 from rollout.embedded.batch import Batch, Model
 from rollout.embedded.sampling_loop import SamplingLoop
 from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError, request_problem
-from rollout.processes.recorder import Recorder
+from rollout.processes.torch_trace import Recorder
 from rollout.types import Completion, GenerateRequest, PackedWeights
 from rollout.weights.packed_weights import check_weights, dtype_name, listed, tensor_digest, unpack
 

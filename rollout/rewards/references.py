@@ -11,7 +11,7 @@ from algorithms.config import Problem
 from rollout.data.data_files import DataError
 from rollout.data.file_prompts import Judgement
 from rollout.rewards.answer_rules import RULES, RewardRule
-from rollout.rewards.workers import is_correct, judged
+from rollout.rewards.reward_pool import is_correct, judged
 from rollout.task_config import RewardConfig
 from rollout.user_code.custom_code import is_custom
 from rollout.user_code.pool import Failure, Outcome, UserCodeError

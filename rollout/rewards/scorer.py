@@ -15,8 +15,8 @@ from typing import Any
 
 from rollout.data.data_files import plain_text
 from rollout.rewards.answer_rules import RULES
+from rollout.rewards.reward_pool import POLL_S, Judgment, judged, reward_pool
 from rollout.rewards.votes import Vote, merged_votes
-from rollout.rewards.workers import POLL_S, Judgment, judged, reward_pool
 from rollout.task_config import RewardConfig, most_failed
 from rollout.types import Prompt, Sample, SampleGroup
 from rollout.user_code.custom_code import function_problem, is_custom

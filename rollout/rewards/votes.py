@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rollout.data.answers import plain_number, to_number
 from rollout.rewards.answer_rules import RULES
-from rollout.rewards.workers import is_correct, judged
+from rollout.rewards.reward_pool import is_correct, judged
 from rollout.task_config import RewardConfig
 
 Vote = tuple[str | None, bool]

@@ -4,7 +4,7 @@ import time
 
 import psutil
 
-from rollout.rewards.workers import reward_pool
+from rollout.rewards.reward_pool import reward_pool
 from rollout.task_config import RewardConfig
 from rollout.user_code.pool import Ended
 

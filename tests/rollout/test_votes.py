@@ -4,8 +4,8 @@ import pytest
 
 from rollout.collect.evaluate import majority_vote
 from rollout.rewards import votes
+from rollout.rewards.reward_pool import Judgment, judged
 from rollout.rewards.votes import merged_votes
-from rollout.rewards.workers import Judgment, judged
 from rollout.task_config import RewardConfig
 from rollout.user_code.pool import Outcome
 

@@ -14,7 +14,7 @@ from readers import NEW_TOKENS, Reading, needs_release_4, read, read_with_releas
 from test_export import saved_after_a_step
 
 from rollout.data.tokenizer import load_tokenizer
-from trainer.models.description import copy_description, describe_tokenizer_for_release_4, release_4_note
+from trainer.models.config_files import copy_description, describe_tokenizer_for_release_4, release_4_note
 from trainer.models.export import write_model
 from trainer.rundir.run_dir import StartError
 

@@ -14,9 +14,9 @@ from test_keys import every_key
 from algorithms.config import Problem
 from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import resolve
-from trainer.compose.keys import nearest, unknown_section
 from trainer.compose.peer_script import read_script
 from trainer.compose.peers import is_words, peer_hint, peers
+from trainer.compose.unknown_keys import nearest, unknown_section
 from trainer.config.paths import recipe_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
 

@@ -14,7 +14,7 @@ import torch
 from compose_cases import config_of, resolved
 from run_directory import make_run
 
-from rollout.processes.recorder import Recorder
+from rollout.processes.torch_trace import Recorder
 from trainer.report.headline import tiles
 from trainer.report.phases import profiles
 from trainer.run.profiling import write_driver

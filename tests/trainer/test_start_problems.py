@@ -10,7 +10,7 @@ from policy_cases import make_config, save_policy
 
 from rollout.torch.config import TorchEngineConfig
 from trainer.compose.compose import resolve
-from trainer.compose.keys import wrong_value
+from trainer.compose.unknown_keys import wrong_value
 from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.config.paths import recipe_dir
 from trainer.limits.machine import Machine

@@ -9,8 +9,8 @@ from pathlib import Path
 from algorithms.config import ConfigError, Problem
 from algorithms.config.home import from_home
 from trainer.cli.parsers import BEST, DRY_RUN, ON, PARSERS
-from trainer.compose.keys import nearest
 from trainer.compose.overrides import long_form
+from trainer.compose.unknown_keys import nearest
 from trainer.limits.gpus import Gpus, gpus_named
 
 CFG = "--cfg"

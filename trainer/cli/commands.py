@@ -13,7 +13,7 @@ from importlib.metadata import version
 from algorithms.config import ConfigError
 from trainer.cli.parsers import COMPLETION, HELP_FLAGS, PARSERS
 from trainer.compose.catalog import read_card, recipe_files
-from trainer.compose.keys import nearest
+from trainer.compose.unknown_keys import nearest
 from trainer.config.paths import recipe_dir
 from trainer.ending.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, refuse, report
 from trainer.text.plain import PrintableFormatter, to_nowhere, to_stderr, to_stdout

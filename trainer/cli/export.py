@@ -63,7 +63,7 @@ def run_export(words: Sequence[str]) -> int:
         return refuse(NAME, ADAPTER, "needs a run with policy.lora.rank above 0", str(given), remedy)
     # Imported late, because this line imports torch and transformers.
     from rollout.data.tokenizer import auto_tokenizer_note
-    from trainer.models.description import release_4_note
+    from trainer.models.config_files import release_4_note
     from trainer.models.export import write_adapter, write_model
 
     try:

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from algorithms.config import Problem
 from algorithms.config.rules import describe
-from trainer.compose.keys import nearest
 from trainer.compose.peers import peer_hint
+from trainer.compose.unknown_keys import nearest
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
 
 BEST = "--best"

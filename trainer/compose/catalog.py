@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from algorithms.config import ConfigError, Problem
 from algorithms.config.home import from_home
-from trainer.compose.keys import nearest
+from trainer.compose.unknown_keys import nearest
 from trainer.config.paths import MAIN_CONFIG, recipe_dir
 from trainer.rundir.run_dir import CONFIG_FILE
 from trainer.text.plain import command_line

@@ -29,10 +29,10 @@ from trainer.compose.catalog import recipe_files, recipe_name
 from trainer.compose.choices import own_class, plain_values, without_choices
 from trainer.compose.home import expand_homes
 from trainer.compose.hydra_session import SCHEMA, ParityOptions, add_option, hydra_session, options_of
-from trainer.compose.keys import field_names, lists_once, nearest
 from trainer.compose.overrides import SWEEP_DIR, change, expand, parse
 from trainer.compose.peers import CHOICES
 from trainer.compose.read import HYDRA_KEY, build_config
+from trainer.compose.unknown_keys import field_names, lists_once, nearest
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 from trainer.config.train import CUSTOM, GROUPS, PRESETS, TrainConfig
 from trainer.config.training import ModelConfig, RunConfig

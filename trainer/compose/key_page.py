@@ -15,8 +15,8 @@ from functools import reduce
 from typing import get_type_hints
 
 from algorithms.config.rules import Description, as_yaml, describe
-from trainer.compose.keys import accepted
 from trainer.compose.peers import peer_names
+from trainer.compose.unknown_keys import accepted
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.text.plain import to_stdout
 

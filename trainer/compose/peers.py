@@ -1,7 +1,7 @@
 """Keys of other trainers -> what does the same here: the rows of peers.yaml, whose head says how to read them.
 
-`keys.py` answers a key that does not exist, `key_page.py` and `peer_page.py` write them into docs, `port.py` translates
-whole scripts.
+`unknown_keys.py` answers a key that does not exist, `key_page.py` and `peer_page.py` write them into docs, `port.py`
+translates whole scripts.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from rollout.processes.secret_names import is_secret_name
 from rollout.rewards import RULES
 from rollout.user_code.custom_class import finish
 from rollout.user_code.custom_code import function_problem, similar_custom
-from trainer.compose import keys
+from trainer.compose import unknown_keys
 from trainer.compose.choices import convertible, custom_kind, holds_list, own_choice, own_class, plain_values
 from trainer.compose.home import expand_homes
 from trainer.config.train import GROUPS, TrainConfig
@@ -37,7 +37,7 @@ HYDRA_KEY = "hydra"
 Config = TypeVar("Config", bound=Checked)
 
 
-def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig, list[Problem], list[Problem]]:
+def build_config(root: DictConfig, chosen: unknown_keys.Kinds) -> tuple[TrainConfig, list[Problem], list[Problem]]:
     """Turn the composed `root` into dataclasses and collect every problem: a run may start only if there is none.
 
     `chosen`: group -> class of its chosen option. The first list holds the problems of unreadable keys and values, the
@@ -60,7 +60,7 @@ def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig, lis
     for name in map(str, root):
         if name not in kinds and name != HYDRA_KEY:
             for path, value in leaves(_plain(root, name), [name]):
-                found.append(keys.unknown_section(path, value, kinds))
+                found.append(unknown_keys.unknown_section(path, value, kinds))
     for name in GROUPS:
         section = getattr(config, name)
         if not found and isinstance(section, Custom) and (rule := finish(section)):
@@ -70,7 +70,9 @@ def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig, lis
     return config, found, broken
 
 
-def read_section(kind: type[Config], node: object, path: list[str], kinds: keys.Kinds, found: list[Problem]) -> Config:
+def read_section(
+    kind: type[Config], node: object, path: list[str], kinds: unknown_keys.Kinds, found: list[Problem]
+) -> Config:
     """Make an instance of `kind` from the mapping `node` at `path`, without checking its rules."""
     made = object.__new__(kind)
     values, is_mapping = OmegaConf.create({}), isinstance(node, DictConfig) and not node._is_none()
@@ -84,14 +86,14 @@ def read_section(kind: type[Config], node: object, path: list[str], kinds: keys.
         remedy += f"{_shown(node) if _shown(node) in options else options[0]}."
         found.append(Problem(key=group, rule=rule, value=_shown(node), remedy=remedy))
     else:
-        found.append(keys.wrong_value(".".join(path), _shown(node), kind))
+        found.append(unknown_keys.wrong_value(".".join(path), _shown(node), kind))
     of: type = kind
     target = convertible(of)
-    hints, names = get_type_hints(kind), keys.field_names(kind)
+    hints, names = get_type_hints(kind), unknown_keys.field_names(kind)
     for name in map(str, values):
         if name not in names:
             for leaf, value in leaves(_plain(values, name), [*path, name]):
-                found.append(keys.unknown_key(leaf, len(path), value, kind, kinds))
+                found.append(unknown_keys.unknown_key(leaf, len(path), value, kind, kinds))
     for spec in fields(kind):  # type: ignore[arg-type]
         hint, inner = hints[spec.name], [*path, spec.name]
         value = spec.default_factory() if spec.default_factory is not MISSING else spec.default
@@ -160,7 +162,7 @@ def _value(
             return default if made is None else made
         if spec.name not in target.keys():  # noqa: SIM118 - as above
             if value is not None or holds_list(hint):
-                found.append(keys.wrong_value(key, value, hint, default=default))
+                found.append(unknown_keys.wrong_value(key, value, hint, default=default))
             return default
     try:
         target[spec.name] = escaped(value)  # a resolved text that holds "${" is no interpolation any more
@@ -170,7 +172,7 @@ def _value(
             rule = f"is not a key: {key} is a single value"
             found += [Problem(key=".".join(leaf), rule=rule, value=v) for leaf, v in leaves(value, path)]
         else:
-            found.append(keys.wrong_value(key, value, hint, default=default))
+            found.append(unknown_keys.wrong_value(key, value, hint, default=default))
         return default
     numbers = value if isinstance(value, list) else [value]
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
@@ -183,7 +185,7 @@ def _own(value: object, base: type[Custom], path: list[str], found: list[Problem
     """The choice of the user's own that `value` names, with its keys; None, and a Problem, if it names no class."""
     key, choice = ".".join(path), own_choice(value)
     if choice is None:
-        found.append(keys.wrong_value(key, value, base))
+        found.append(unknown_keys.wrong_value(key, value, base))
         return None
     try:
         kind = own_class(choice[0], base, key=key)
@@ -216,7 +218,7 @@ def _function_problems(config: TrainConfig) -> Iterator[Problem]:
     rule = function_problem(config.reward.function, RULES)
     if rule is not None:
         function = config.reward.function
-        close = keys.nearest(function, RULES)
+        close = unknown_keys.nearest(function, RULES)
         meant = f"Did you mean reward.function={close}?" if close else similar_custom(function)
         yield config.broken("reward.function", rule, meant)
 

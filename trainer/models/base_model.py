@@ -33,7 +33,7 @@ from transformers import (
 from rollout.data.arithmetic import TOKENS, Demonstration, demonstrations, save_tokenizer
 from rollout.data.tokenizer import load_tokenizer
 from trainer.config.training import ArithmeticModelConfig
-from trainer.models.description import describe_for_release_4
+from trainer.models.config_files import describe_for_release_4
 from trainer.rundir.cache import Progress, cached_directory, default_cache_dir
 
 FORMAT_VERSION = 3

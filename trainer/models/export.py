@@ -30,7 +30,7 @@ from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
 from trainer.limits.adapter_shape import stored_linear_shapes
 from trainer.models.adapter import FILE_PREFIX, MODEL_MARK, read_adapter
-from trainer.models.description import copy_description, describe_tokenizer_for_release_4
+from trainer.models.config_files import copy_description, describe_tokenizer_for_release_4
 from trainer.models.resolve import resolve_model
 from trainer.policy.checkpoint_shards import load_shards
 from trainer.policy.lora import adapter_spec, added, freeze_beside_adapter

@@ -26,7 +26,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.processes.child_process import python_module
-from trainer.models.description import describe_for_release_4
+from trainer.models.config_files import describe_for_release_4
 from trainer.rundir.cache import Progress, cached_directory, default_cache_dir
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint unpickles the index of a checkpoint (.metadata) and each value that is not a tensor, and a
 pickle can call any function. Here the index may name the classes of an index only, and values are read as weights are.
-`load_shards` in `shards.py` uses both classes.
+`load_shards` in `checkpoint_shards.py` uses both classes.
 """
 
 from __future__ import annotations

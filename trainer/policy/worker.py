@@ -26,8 +26,8 @@ from rollout.processes.gpu_host import listed, rank_lacks
 from rollout.processes.inherited import forget_launcher
 from rollout.processes.network import use_interface_towards
 from rollout.processes.process_marks import ProcessMark, mark_processes
-from rollout.processes.recorder import Recorder
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
+from rollout.processes.torch_trace import Recorder
 from rollout.types import SharedWeights, WeightLayout
 from rollout.weights.experts import mixture_of
 from rollout.weights.packed_weights import DTYPES

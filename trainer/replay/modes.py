@@ -25,7 +25,7 @@ from algorithms.config import (
 from algorithms.config.spec import CorrectionSpec
 from rollout.user_code.custom_class import load_class
 from rollout.user_code.custom_code import is_custom, own_line, similar_custom
-from trainer.compose.keys import nearest
+from trainer.compose.unknown_keys import nearest
 from trainer.config.train import TrainConfig
 
 OWN: type[CustomCorrection] = CustomCorrection  # type: ignore[type-abstract]

@@ -17,8 +17,8 @@ from rollout.config import Quantization
 from rollout.user_code.custom_code import is_custom
 from trainer.compose.compose import resolve
 from trainer.compose.hydra_session import hydra_session
-from trainer.compose.keys import field_names
 from trainer.compose.overrides import literal, parse
+from trainer.compose.unknown_keys import field_names
 from trainer.config.train import TrainConfig
 from trainer.start.checks import start_problems
 from trainer.study.config import StudyConfig, precision_words
