@@ -23,6 +23,7 @@ from typing import IO, NamedTuple
 
 import orjson
 
+from rollout.processes.inherited import variables
 from rollout.processes.keeper import (
     END_S,
     MAX_PROCESSES,
@@ -203,7 +204,7 @@ def child_environment() -> dict[str, str]:
     It is no wall: code of the user reads the files of the user too.
     """
     allowed = {"PWD", "OLDPWD", *named_secrets()}
-    return {name: value for name, value in os.environ.items() if name in allowed or not is_secret_name(name)}
+    return {name: value for name, value in variables().items() if name in allowed or not is_secret_name(name)}
 
 
 def named_secrets() -> list[str]:
@@ -213,7 +214,7 @@ def named_secrets() -> list[str]:
 
 def with_remedy(failure: str) -> str:
     """The text of a failure; if it names variables that `child_environment` leaves out, with the way to give them."""
-    missing = ",".join(sorted(name for name in os.environ.keys() - child_environment().keys() if name in failure))
+    missing = ",".join(sorted(name for name in variables().keys() - child_environment().keys() if name in failure))
     remedy = f". A function is not given variables with names of secrets, unless {ENVIRONMENT_NAMES}={missing} is set"
     return failure + remedy * bool(missing)
 

@@ -18,6 +18,11 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with options of torch's allocator on GPUs, by their new and their old name."""
 
 
+def variables() -> dict[str, str]:
+    """A copy of the environment. `dict(os.environ)` raises KeyError if another thread removes a variable meanwhile."""
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+
+
 def is_of_launcher(name: str) -> bool:
     """True if a launcher of torch sets this environment variable."""
     return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIX)

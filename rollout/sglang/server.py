@@ -27,6 +27,7 @@ import psutil
 
 from rollout.engine import EngineError
 from rollout.processes.child_process import python_module
+from rollout.processes.inherited import variables
 from rollout.processes.scratch import Scratch
 from rollout.sglang.client import HOST, ClientError, SGLangClient
 
@@ -170,7 +171,7 @@ class SGLangServer:
     def _keep(self, started: Future[None]) -> None:
         """Body of the keeper thread: start the process, and end the whole server as soon as one part is gone."""
         assert self._scratch is not None
-        environment = {**os.environ, **self._environment, "TMPDIR": str(self._scratch.path)}
+        environment = {**variables(), **self._environment, "TMPDIR": str(self._scratch.path)}
         request = {"parent_pid": os.getpid(), "server_args": self._server_args}
         try:
             # Readable by this user only, because the log may quote arguments of requests.

@@ -166,6 +166,8 @@ class CallPool:
         Raises UserCodeError when the function cannot be used; the next call returns the events that were there.
         """
         self._start()
+        if self._core.failure is not None and not self._found and self._core.done.empty():
+            raise self._core.failure
         with suppress(queue.Empty):
             event = self._core.done.get(timeout=max(0.0, timeout_s) if not self._found else 0.0)
             while True:
@@ -227,6 +229,8 @@ class _Core:
     inbox: queue.SimpleQueue[Task | _Answer | _Cancel | Said | None] = field(default_factory=queue.SimpleQueue)
     """What the thread has to do; None ends it."""
     done: queue.SimpleQueue[Event | UserCodeError] = field(default_factory=queue.SimpleQueue)
+    failure: UserCodeError | None = None
+    """Fault of the pool that has ended its thread; nothing is called any more."""
     closing: threading.Event = field(default_factory=threading.Event)
     workers: list[Worker] = field(default_factory=list)
     waiting: deque[Task] = field(default_factory=deque)
@@ -263,7 +267,8 @@ class _Core:
                 self._give_out()
         except Exception as error:  # a fault of the pool must not look like a slow function
             logger.exception("%s: the pool of its processes failed", self._name)
-            self.done.put(UserCodeError(self._name, f"the pool of its processes failed: {described(error)}"))
+            self.failure = UserCodeError(self._name, f"the pool of its processes failed: {described(error)}")
+            self.done.put(self.failure)
         finally:
             for worker in self.workers:
                 worker.kill()
@@ -408,12 +413,13 @@ class _Core:
     def _end(self, worker: Worker, call: Call, replies: Sequence[Any], values: Sequence[Any]) -> None:
         del worker.calls[call.number]
         for task, reply, value in zip(call.tasks, replies, values, strict=True):
-            failure = Failure.timeout if reply.get("late") else Failure.error
-            message = with_remedy(str(reply.get("error"))[:MAX_ERROR_CHARS])
             if "error" not in reply:
                 self._succeed(task)
                 self._tell(Ended(task.key, Outcome(value)))
-            elif reply.get("final"):  # a further try would end alike
+                continue
+            failure = Failure.timeout if reply.get("late") else Failure.error
+            message = with_remedy(str(reply["error"])[:MAX_ERROR_CHARS])
+            if reply.get("final"):  # a further try would end alike
                 self._tell(Ended(task.key, Outcome(None, failure, message)))
             else:
                 self._fail(task, failure, message)

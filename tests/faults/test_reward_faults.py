@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.processes.child_process import ENVIRONMENT_NAMES
+from rollout.processes.child_process import ENVIRONMENT_NAMES, child_environment, with_remedy
 from rollout.rewards import RewardError, Scorer
 from rollout.rewards.answer_rules import RULES
 from rollout.rewards.custom import RESERVED_METRICS, Calling, CustomReward
@@ -485,6 +485,28 @@ def test_an_error_of_the_pool_loses_no_outcome(pool_of):
     with pytest.raises(UserCodeError, match="did not start"):
         pool.poll(1.0)
     assert list(ended(pool)) == [0]
+
+
+def test_a_fault_of_the_pool_is_told_to_every_later_call(pool_of, monkeypatch):
+    pool = pool_of("\ndef reward(response): return 1.0\n")
+    monkeypatch.setattr("rollout.user_code.outage.Outage.note_success", lambda self, item: {}[item])
+    pool.submit(0, {"response": "", "answer": "", "prompt": ""})
+    for _ in range(2):
+        with pytest.raises(UserCodeError, match="pool of its processes failed: KeyError"):
+            outcomes(pool, ["b"])
+
+
+def test_a_variable_that_another_thread_removes_is_no_fault_of_the_pool(monkeypatch):
+    """`os.environ.items()` raises KeyError then."""
+    keys = type(os.environ).__iter__
+
+    def changing(self):
+        yield from ["REMOVED_BY_ANOTHER_THREAD", *keys(self)]
+
+    monkeypatch.setattr(type(os.environ), "__iter__", changing)
+    assert (
+        "REMOVED_BY_ANOTHER_THREAD" not in child_environment() and with_remedy("PATH is not set") == "PATH is not set"
+    )
 
 
 def test_a_suspended_keeper_ends_with_its_worker(pool_of):
