@@ -232,9 +232,15 @@ def bad_rows_text(rows: Sequence[BadRow]) -> str:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """xxh3-64 of prompts, answers and other columns: equal if two lists hold the same data in the same order."""
+    """xxh3-64 of prompts, answers, other columns and ids: equal if two lists hold the same data in the same order.
+
+    A checkpoint names the prompts of responses under way by their ids, which a blank line or a duplicate moves. Ids
+    that are positions add nothing.
+    """
     digest = xxhash.xxh3_64()
-    for prompt in prompts:
+    for position, prompt in enumerate(prompts):
+        if prompt.prompt_id != position:
+            digest.update(f"|{prompt.prompt_id}|".encode())
         digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
         digest.update(f"|{prompt.answer}|".encode(errors="replace"))
         if prompt.row:

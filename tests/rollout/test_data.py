@@ -324,7 +324,9 @@ def test_a_stream_over_other_data_or_another_seed_does_not_resume():
     state = PromptStream(make_prompts(7), seed=5).state_dict()
     changed = make_prompts(7)
     changed[3].answer = "other"
-    for prompts, seed in ((make_prompts(8), 5), (make_prompts(7), 6), (changed, 5)):
+    moved = make_prompts(7)
+    moved[6].prompt_id = 7  # a blank line before it: responses under way are of the prompts with their ids
+    for prompts, seed in ((make_prompts(8), 5), (make_prompts(7), 6), (changed, 5), (moved, 5)):
         with pytest.raises(ValueError, match=r"other data or another run\.seed: saved seed 5"):
             PromptStream(prompts, seed=seed).load_state_dict(state)
     with pytest.raises(ValueError, match="no training prompts"):
