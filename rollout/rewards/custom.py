@@ -24,7 +24,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from rollout.data.data_files import plain_text
+from rollout.data.data_files import SHORT_FLOATS, plain_text
 from rollout.processes.child_process import described
 from rollout.user_code.custom_code import load_function
 from rollout.user_code.serving import Ask, Blocking, Overlapping, Reply
@@ -157,6 +157,8 @@ def reply_of(result: object) -> Reply:
 def _python_value(value: object) -> object:
     """The Python value of an array or tensor with one element (numpy, torch, jax); another value as it is.
 
+    0.9 in 32 bits is 0.9, not the 0.8999999761581421 that lies below reward.correct=0.9.
+
     Raises ValueError for an element that is masked, and the library's own error for more elements or none.
     """
     if not (hasattr(value, "dtype") and callable(item := getattr(value, "item", None))):
@@ -164,7 +166,8 @@ def _python_value(value: object) -> object:
     mask: Any = getattr(value, "mask", None)
     if hasattr(mask, "dtype") and mask.any():
         raise ValueError("a masked value is no value")
-    return item()
+    short = SHORT_FLOATS.get(str(value.dtype).removeprefix("torch."))
+    return item() if short is None else float(str(short(item())))
 
 
 def _number(value: object, name: object) -> float:
