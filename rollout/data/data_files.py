@@ -310,7 +310,7 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
     import datasets
 
     if suffix == ".csv":
-        _refuse_same_names(path)
+        _refuse_same_names(path, _csv_names(path))
     # A private cache, so that no stale data are read and no files are left in the user's home.
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache, _without_bars():
         try:
@@ -343,6 +343,7 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
 
     file = parquet.ParquetFile(path)
     written = file.schema_arrow
+    _refuse_same_names(path, written.names)
     known = [each for each in written if "map<" not in str(each.type) and "dictionary<" not in str(each.type)]
     features = datasets.Features.from_arrow_schema(schema(known, metadata=written.metadata))
     yield from _table_rows(file.iter_batches(BATCH_ROWS), features)
@@ -425,13 +426,17 @@ def _as_written(kind: Any) -> Callable[[Any], Any] | None:
     return None if short is None else lambda value: None if value is None else float(str(short(value)))
 
 
-def _refuse_same_names(path: Path) -> None:
-    """Raise ValueError for a csv file with two columns of one name."""
+def _csv_names(path: Path) -> list[str]:
+    """The columns of a csv file. Raises ValueError if its first line cannot be read."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            names = next(csv.reader(file, skipinitialspace=True), [])
+            return next(csv.reader(file, skipinitialspace=True), [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} could not be read: {error}") from error
+
+
+def _refuse_same_names(path: Path, names: Sequence[str]) -> None:
+    """Raise ValueError for a file with two columns of one name: a row would hold the last of them."""
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{path} has two columns of the name {', '.join(twice)}. Rename one.")
 

@@ -8,8 +8,10 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
 import pytest
 from data_cases import BOS, EOS, byte_tokenizer, write_rows
+from pyarrow import parquet
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
@@ -203,6 +205,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path, tokenizer):
         for given in (config, replace(config, prompt_key="question", answer_key="answer")):
             with pytest.raises(ValueError, match=said):
                 load_dataset(replace(given, train_path=str(tmp_path / name)), tokenizer)
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, names=["question", "answer", "answer"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match="two columns of the name answer"):
+        load_dataset(replace(config, train_path=str(tmp_path / "twice.parquet")), tokenizer)
     (tmp_path / "rows.pkl").write_text("x", encoding="utf-8")
     with pytest.raises(ValueError, match=r"suffix must be one of \.jsonl, \.json, \.csv, \.parquet, got '\.pkl'"):
         load_dataset(replace(config, train_path=str(tmp_path / "rows.pkl")), tokenizer)
