@@ -296,6 +296,10 @@ def _array_rows(path: Path) -> Iterator[RawRow]:
         yield from _line_rows(path)
     else:
         rows = values if isinstance(values, list) else [values]
+        if isinstance(values, dict) and all(isinstance(each, list) for each in values.values()):
+            lengths = {len(each) for each in values.values()}
+            if len(values) > 1 and len(lengths) == 1 and lengths != {1}:
+                raise ValueError(f"{path} holds a list per column. Write a list of rows, or a row per line as .jsonl.")
         yield from (_object_row(number, each) for number, each in enumerate(rows, start=1))
 
 

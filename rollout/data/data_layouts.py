@@ -178,8 +178,9 @@ def _the_one(candidates: list[Columns], rows: Sequence[dict[str, Any]], *, colum
     if not candidates:
         known = "; ".join(f"{layout.prompt} and {layout.answer} ({layout.name})" for layout in LAYOUTS)
         raise ValueError(
-            f"{source}: no known layout has the columns {', '.join(columns)}.{_of_marks(columns)} Known are {known}. "
-            "Name yours with data.prompt_key and data.answer_key, which hold for every source, or rename the columns."
+            f"{source}: no known layout has the columns {', '.join(columns)}.{_of_marks(columns)}{_of_form(rows)} "
+            f"Known are {known}. Name yours with data.prompt_key and data.answer_key, which hold for every source, "
+            "or rename the columns."
         )
     first = candidates[0]
     # AIME and AMC files hold the same text as problem and as question; then either column is right.
@@ -221,3 +222,14 @@ def _of_marks(columns: list[str]) -> str:
     """A sentence about a file whose columns are separated by another mark than a comma; empty for other files."""
     is_one = len(columns) == 1 and any(mark in columns[0] for mark in ";\t|")
     return " The columns of a .csv file are separated by commas." if is_one else ""
+
+
+def _of_form(rows: Sequence[dict[str, Any]]) -> str:
+    """A sentence about rows that stand in another form than question and answer; empty for rows without a known one."""
+    for key, value in (rows[0] if rows else {}).items():
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            if {"role", "from"} & value[0].keys():
+                return f" {key} is a conversation: write the messages before the answer into a column of their own."
+            if len(rows) == 1:
+                return f" Rows stand under {key}: write that list alone into the file."
+    return ""

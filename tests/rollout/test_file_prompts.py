@@ -288,6 +288,21 @@ def test_a_compressed_file_is_not_unpacked(tmp_path, tokenizer):
 
 
 @pytest.mark.scenario(29)
+@pytest.mark.parametrize(
+    ("held", "way"),
+    [
+        ({"question": ["1?", "2?"], "answer": ["1", "2"]}, "list per column"),
+        ({"version": 1, "data": [{"question": "1?", "answer": "1"}]}, "Rows stand under data"),
+        ([{"messages": [{"role": "user", "content": "1?"}]}] * 2, "messages is a conversation"),
+        ([{"conversations": [{"from": "human", "value": "1?"}]}] * 2, "conversations is a conversation"),
+    ],
+)
+def test_rows_in_another_form_are_told_with_their_way_in(tmp_path, held, way):
+    (tmp_path / "rows.json").write_text(json.dumps(held), encoding="utf-8")
+    with pytest.raises(ValueError, match=way):
+        choose_columns([raw.values for raw in read_rows(str(tmp_path / "rows.json"))], CONFIG, source="f")
+
+
 @pytest.mark.parametrize("name", ["rows[1].json", "rows*?.csv"])
 def test_a_name_is_no_pattern(tmp_path, name):
     path = write_rows(tmp_path / name, [{"question": "a", "answer": "1"}])
