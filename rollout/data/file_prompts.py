@@ -82,6 +82,8 @@ class SourceReport:
     """Rows that have the prompt of another row, and differ in columns that the user's code sees."""
     control: dict[int, str] = field(default_factory=dict)
     """Number of a row whose texts hold a control token of the model -> the first such token."""
+    answer_control: dict[int, str] = field(default_factory=dict)
+    """The same of its answer."""
     contradictions: list[int] = field(default_factory=list)
     """Numbers of the rows that were dropped because another row gives the same prompt a different answer."""
     bad: list[BadRow] = field(default_factory=list)
@@ -125,13 +127,15 @@ class SourceReport:
             )
         if self.bad:
             lines.append(f"{self.source}: bad rows: {len(self.bad):,}")
-        if self.control:
-            number, token = next(iter(self.control.items()))
-            lines.append(
-                f"{self.source}: texts with control tokens of the model, which are read as such: {len(self.control):,} "
-                f"({token} in {row_unit(self.source)} {number}"
-                f"{', ...' if len(self.control) > 1 else ''}){self._templated_already(config)}"
-            )
+        for what, found, way_out in (
+            ("texts with control tokens of the model, which are read as such", self.control, self._templated_already),
+            ("answers with control tokens of the model, which no text of a response holds", self.answer_control, None),
+        ):
+            if found:
+                number, token = next(iter(found.items()))
+                first = f"{token} in {row_unit(self.source)} {number}{', ...' if len(found) > 1 else ''}"
+                more = way_out(config) if way_out else ""
+                lines.append(f"{self.source}: {what}: {len(found):,} ({first}){more}")
         if self.has_messages and config.instruction:
             lines.append(f"{self.source}: chat messages are used as they are, without data.instruction")
         return lines
@@ -315,6 +319,8 @@ def _note_control(
         found = next((found for text in texts if (found := pattern.search(text)) is not None), None)
         if found is not None:
             report.control[row.number] = found.group()
+        if (found := pattern.search(row.answer)) is not None:
+            report.answer_control[row.number] = found.group()
 
 
 def _templated(

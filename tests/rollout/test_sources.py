@@ -430,10 +430,13 @@ def test_special_tokens_around_a_text(tmp_path, tokenizer):
 
 def test_one_note_counts_the_texts_with_control_tokens(tmp_path, tokenizer):
     rows = [{"prompt": text, "label": "1"} for text in ("a", "b<eos>c", [{"role": "user", "content": "d<bos>e"}])]
+    rows.append({"prompt": "f", "label": "2<eos>"})
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     notes = [note for note in load_dataset(config(source), tokenizer).notes if "control tokens" in note]
-    assert len(notes) == 2 and all(": 2 (<eos> in line 2, ...)" in note for note in notes)  # training and held-out
+    texts, answers = notes[::2], notes[1::2]  # training and held-out
+    assert len(texts) == 2 and all(": 2 (<eos> in line 2, ...)" in note for note in texts)
+    assert len(answers) == 2 and all(": 1 (<eos> in line 4)" in note for note in answers)
 
 
 def test_columns_of_maps_are_dicts(tmp_path, tokenizer):
