@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 from compose_cases import messages, own_recipe, recipe, resolved
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from trainer.compose.choices import plain_values
@@ -139,6 +141,13 @@ def test_refusals_name_key_rule_value_and_way_out(rows: list[tuple[str, str]]) -
         assert any(expected in message for message in found), f"{word}: {expected!r} not in {found}"
     assert len(found) == len({message.split()[0] for message in found}), f"a key is reported twice: {found}"
     assert len(found) <= len(rows) + 1, f"something else is reported: {found}"
+
+
+def test_a_text_with_both_kinds_of_quotes_is_shown_as_a_shell_takes_it() -> None:
+    text = 'it\'s "so"'
+    [message] = messages(f"run.name={text}")
+    [typed] = shlex.split(message.rpartition(": ")[2].removesuffix("."))
+    assert OverridesParser.create().parse_override(typed).value() == text
 
 
 @pytest.mark.scenario(31)

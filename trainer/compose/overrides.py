@@ -206,7 +206,8 @@ def _refused(word: str, error: HydraException) -> Problem:
     remedy = "Quote a value that holds special characters: \"key='a=b, c'\"."
     if "'" in value:
         text = value.removeprefix("'").removesuffix("'")
-        remedy = f'A text with an apostrophe stands in double quotes: "{key}=\\"{text}\\"".'
+        typed = re.sub(r'([\\"$`])', r"\\\1", f"{key}={_quoted(text)}")  # as a shell reads it in double quotes
+        remedy = f'A text with an apostrophe stands in double quotes: "{typed}".'
     return Problem(key=key, rule=rule, value=word, remedy=remedy)
 
 
