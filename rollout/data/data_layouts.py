@@ -154,7 +154,13 @@ def choose_columns(rows: Sequence[dict[str, Any]], config: FileDataConfig, *, so
         if name is not None:
             _check_columns(name, key=key, columns=columns, source=source)
     if config.prompt_key is not None and config.answer_key is not None:
-        return _columns("", config.prompt_key, config.answer_key, columns)
+        chosen = _columns("", config.prompt_key, config.answer_key, columns)
+        if len(chosen.prompt_paths) > 1 and chosen.answer_path in chosen.prompt_paths:
+            raise ValueError(
+                f"{source}: data.prompt_key={config.prompt_key} puts the answer, data.answer_key={config.answer_key}, "
+                "into the prompt. Leave that column out of data.prompt_key."
+            )
+        return chosen
     found: dict[tuple[str, str], Columns] = {}
     for layout in LAYOUTS:
         keys = (config.prompt_key or layout.prompt, config.answer_key or layout.answer)

@@ -86,6 +86,11 @@ def test_given_keys_come_first_and_leave_the_rest_to_be_recognised():
         choose_columns([{"a": "1", "b": "2"}], replace(CONFIG, prompt_key="a+c", answer_key="b"), source="f")
 
 
+def test_a_prompt_that_would_hold_its_answer_is_refused():
+    with pytest.raises(ValueError, match=r"data\.prompt_key=q\+a puts the answer"):
+        choose_columns([{"q": "1", "a": "1"}], replace(CONFIG, prompt_key="q+a", answer_key="a"), source="f")
+
+
 def test_a_prompt_over_two_columns():
     row = {"Body": "Two apples. ", "Question": "How many?", "Answer": 2.0}
     columns = choose_columns([row], replace(CONFIG, prompt_key="Body+Question", answer_key="Answer"), source="f")
