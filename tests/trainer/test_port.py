@@ -134,6 +134,52 @@ def test_a_script_of_slime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert config.advantage.estimator is Estimator.grpo and config.policy.num_workers == 4
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks", "of_rank", "engines", "of_engine"),
+    [
+        ("--colocate --actor-num-gpus-per-node 4 --rollout-num-gpus-per-engine 2", 4, 0.5, 2, 1),
+        ("--colocate --rollout-num-gpus 4", 8, 0.5, 8, 0.5),
+        ("--actor-num-gpus-per-node 4 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2", 4, 1, 2, 2),
+        ("--actor-num-nodes 2 --rollout-num-gpus 8", 16, 1, 8, 1),
+    ],
+)
+def test_a_script_of_slime_gets_the_gpus_that_it_has_there(
+    words: str,
+    ranks: int,
+    of_rank: float,
+    engines: int,
+    of_engine: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = SLIME.replace("--colocate --actor-num-gpus-per-node 4 --actor-num-nodes 1", words)
+    config, _ = port("run.sh", script, tmp_path, monkeypatch)
+    assert (config.policy.num_workers, config.policy.gpus_per_worker) == (ranks, of_rank)
+    assert (config.rollout.num_engines, config.rollout.gpus_per_engine) == (engines, of_engine)
+
+
+def test_a_reward_of_slime_that_is_code_comes_before_its_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text(SLIME.replace("--num-rollout 7", "--rm-type dapo --custom-rm-path pkg.my_rm.score"))
+    assert run_port(["run.sh"]) == 0
+    recipe = capsys.readouterr().out
+    assert "reward: {function: 'TODO.py:score'}" in recipe
+    assert "# rm_type=dapo: " in recipe and "# custom_rm_path=pkg.my_rm.score: " in recipe
+
+
+def test_an_engine_that_is_another_here_is_a_comment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, comment in (("vllm", True), ("sglang", False)):
+        named = f"actor_rollout_ref.rollout.name={name} trainer.total"
+        Path("run.sh").write_text(VERL.replace("trainer.total", named))
+        assert run_port(["run.sh"]) == 0
+        assert ("# actor_rollout_ref.rollout.name=" in capsys.readouterr().out) is comment
+
+
 def test_a_reward_that_no_script_names_is_refused_by_the_dry_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
