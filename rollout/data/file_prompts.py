@@ -370,8 +370,7 @@ def _tokenized(
     prompts: list[Prompt] = []
     for templated in (True, False):
         chosen = [row for row in rows if row.templated is templated]
-        token_ids = prompt_ids([row.text for row in chosen], tokenizer, templated=templated)
-        for row, ids in zip(chosen, token_ids, strict=True):
+        for row, ids in _with_ids(chosen, tokenizer, report, templated=templated):
             if not 0 < len(ids) <= config.max_prompt_tokens:
                 limit = f"{len(ids)} prompt tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}"
                 problem = limit if ids else f"{report.columns.prompt_key} has no tokens"
@@ -381,6 +380,19 @@ def _tokenized(
                 Prompt(prompt_id=row.number - 1, token_ids=ids, text=row.text, answer=row.answer, row=plain(row.others))
             )
     return sorted(prompts, key=lambda prompt: prompt.prompt_id)
+
+
+def _with_ids(
+    rows: list[Row], tokenizer: PreTrainedTokenizerBase, report: SourceReport, *, templated: bool
+) -> list[tuple[Row, list[int]]]:
+    """Each row with its tokens; rows whose text the tokenizer refuses go to the report."""
+    try:
+        return list(zip(rows, prompt_ids([row.text for row in rows], tokenizer, templated=templated), strict=True))
+    except Exception as error:  # tokenizers raises no class of its own, and does not say for which text
+        if len(rows) == 1:
+            report.refuse(rows[0], f"the tokenizer refuses the text: {error}")
+            return []
+    return [pair for row in rows for pair in _with_ids([row], tokenizer, report, templated=templated)]
 
 
 def _answer_text(value: object, key: str) -> str:

@@ -16,6 +16,9 @@ import pytest
 from data_cases import byte_tokenizer, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from algorithms.config import ConfigError
 from rollout.data import chat_template
@@ -451,3 +454,14 @@ def test_real_rows(tokenizer, name, keys, num_prompts, num_duplicates, first):
     assert (len(prompts), report.num_duplicates, report.contradictions) == (num_prompts, num_duplicates, [])
     assert prompts[0].answer == first
     assert not report.bad
+
+
+def test_a_text_that_the_tokenizer_refuses_is_a_bad_row(tmp_path):
+    """A tokenizer without an unknown token raises for a sign that it has no token for."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1})))
+    train = write_rows(tmp_path / "train.jsonl", [{"question": text, "answer": "1"} for text in ("a", "c", "b")])
+    config = FileDataConfig(train_path=train, eval_path=train, chat_template=False)
+    prompts, report = file_prompts(train, config, tokenizer, None)
+    assert [prompt.token_ids for prompt in prompts] == [[0], [1]]
+    [bad] = report.bad
+    assert bad.number == 2 and "the tokenizer refuses the text" in bad.problem
