@@ -51,6 +51,14 @@ def test_a_family_that_is_computed_passes(family: str, tmp_path: Path) -> None:
     compare_files("model.path", tmp_path)
 
 
+def test_a_value_that_transformers_does_not_know_is_the_fault_of_config_json(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SIZES))
+    model.config.hidden_act = "wiggle"
+    model.save_pretrained(tmp_path)
+    with pytest.raises(StartError, match=r"transformers makes no model of config\.json: KeyError: 'wiggle'"):
+        compare_files("model.path", tmp_path)
+
+
 def test_a_family_that_does_not_pass_on_the_boundaries_is_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model("nemotron", **SIZES)).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

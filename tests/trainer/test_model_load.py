@@ -123,6 +123,17 @@ def test_tied_tensors_with_values_of_their_own_are_refused(tmp_path: Path) -> No
         check_files(path)
 
 
+def test_quantised_numbers_without_a_quantization_config_are_refused(tmp_path: Path) -> None:
+    path = save_policy(tmp_path)
+    stored, name = load_file(path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    save_file(stored | {name: stored[name].bfloat16()}, path / "model.safetensors", metadata={"format": "pt"})
+    check_files(path)
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        save_file(stored | {name: stored[name].to(kind)}, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=rf"{name} holds .*without their scales"):
+            check_files(path)
+
+
 def test_a_tensor_without_a_parameter_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = save_policy(tmp_path)
     file = path / "model.safetensors"

@@ -95,6 +95,8 @@ def compare_files(key: str, model_path: Path) -> None:
         reason = " ".join(str(error).split())
         if "does not recognize this architecture" in reason:  # its advice is to install another transformers
             reason = "transformers has no model of its model_type, and code that comes with a model is never run."
+        elif not isinstance(error, ValueError):  # a KeyError of transformers is one value of config.json
+            reason = f"transformers makes no model of config.json: {type(error).__name__}: {reason}"
         rule = (
             "must hold the weights of the model that its config.json describes, named as by its class in transformers"
         )

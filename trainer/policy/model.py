@@ -48,6 +48,8 @@ BUCKET_BYTES = 128 << 20
 """Largest number of bytes that are gathered at a time; a larger tensor comes alone."""
 COMPARED_ROWS = 4096
 """Rows of two matrices that are compared at a time."""
+FLOAT_KINDS = {"F64", "F32", "F16", "BF16"}
+"""Types of weights that are not quantised, as safetensors names them."""
 ATTENDING = {"full_attention", "sliding_attention"}
 """Kinds of layers in which a token reads others by attention alone."""
 
@@ -259,6 +261,9 @@ def check_files(path: Path) -> None:
     for parameter, name in stored.items():
         if (shape := held[name].shape()) != parameter.shape:
             raise ValueError(f"{path}: {name} has shape {list(shape)}, the model wants {list(parameter.shape)}")
+        if (kind := held[name].dtype()) not in FLOAT_KINDS:
+            quantised = f"{name} holds {kind}, quantised numbers that would be read without their scales"
+            raise ValueError(f"{path}: {quantised}. Save the model in 16 or 32 bits")
         for other in names[parameter]:
             if other != name and other in held and not _same_values(held[name], held[other]):
                 tied = f"config.json ties {name} and {other}, and the files hold other values of each"

@@ -54,6 +54,12 @@ class StoredTensor:
             return first
         return len(self.parts) // self.parts_per_row, first[0] * self.parts_per_row, *first[1:]
 
+    def dtype(self) -> str:
+        """Type of its numbers as safetensors names it; reads the header of a file."""
+        file, name = self.parts[0]
+        with safe_open(file, framework="pt") as tensors:
+            return str(tensors.get_slice(name).get_dtype())
+
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` in the type of the file, on the host. Raises ValueError for experts of other sizes."""
         with ExitStack() as stack:
