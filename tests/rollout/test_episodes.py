@@ -29,7 +29,7 @@ from rollout.episodes.sampler import EPISODES, EpisodeSampler, with_episodes
 from rollout.episodes.trial import try_episode
 from rollout.torch.config import TorchEngineConfig
 from rollout.torch.engine import TorchEngine
-from rollout.types import FinishReason, GenerateRequest, Prompt, SamplingParams
+from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
 from rollout.user_code.pool import UserCodeError
 from rollout.user_code.worker import Worker
 from tests.rollout.tiny_model import experts_chosen, write_tiny_model
@@ -234,6 +234,14 @@ def saved_and_loaded(request, generation):
     saved = json.loads(json.dumps(pack_groups([PendingGroup(prompt=prompt, responses=[response])])))
     [group] = unpack_groups(saved, prompt=lambda _: prompt, request=lambda *_: request, keeps_tokens=True, group_size=1)
     return group.responses[0].generation
+
+
+def test_a_response_that_ended_at_the_cap_is_not_sampled_again():
+    [request] = make_requests(1, max_new_tokens=2)
+    ended = Generation(
+        token_ids=[2, 3], logprobs=[-1.0, -1.0], token_versions=[0, 0], finish_reason=FinishReason.length
+    )
+    assert saved_and_loaded(request, ended) == ended
 
 
 def test_no_two_turns_draw_with_one_seed(episodes):

@@ -19,7 +19,7 @@ from trainer.diagnose.alignment import aligned
 from trainer.diagnose.case import misfit
 from trainer.diagnose.diagnosis import Diagnosis, Settings, diagnose
 from trainer.diagnose.evidence import evidence_of
-from trainer.diagnose.logprob_scorer import LogprobScorer, OtherWeightsError
+from trainer.diagnose.logprob_scorer import LogprobScorer, OtherWeightsError, _logprobs
 from trainer.diagnose.results import answer, part_rows, write_diagnosis
 from trainer.diagnose.rungs import precision
 from trainer.diagnose.scoring import EditKind, Prompt, Scoring, TensorEdit
@@ -399,3 +399,11 @@ def test_a_narrower_type_is_tried_only_where_the_definition_computes_in_float32(
     assert names.count("arithmetic") == 4, "two types, each with a narrow and with a float32 head"
     narrow = Scoring().computed_in(DType.bfloat16)
     assert "arithmetic" not in [candidate.name for candidate in precision(None, narrow)]  # type: ignore[arg-type]
+
+
+def test_scorings_of_one_head_do_not_share_what_differs() -> None:
+    logits, targets = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)), torch.zeros(50, dtype=torch.long)
+    scorings = [Scoring(temperature=each, top_p=0.9) for each in (0.5, 2.0, 2.0)]
+    together = [*_logprobs(logits, targets, scorings)]
+    for found, scoring in zip(together, scorings, strict=True):
+        assert found.equal(*_logprobs(logits, targets, [scoring]))

@@ -29,6 +29,7 @@ from algorithms.config import (
     SelfNormalize,
     TISConfig,
 )
+from algorithms.histograms import Bins
 from rollout.types import Sample
 from trainer.batch.packing import micro_batch, step_samples
 from trainer.batch.train_batch import RankMiniBatch, TokenScores
@@ -39,7 +40,7 @@ from trainer.policy.recorder import StepRecorder
 from trainer.policy.train_report import RankReport, TrainReport
 from trainer.replay.modes import RUN, all_names
 from trainer.replay.recorded import read_step
-from trainer.replay.results import Replay, replay_step
+from trainer.replay.results import Replay, bin_rows, replay_step
 from trainer.run.dumper import StepDumper
 from trainer.rundir.dump import DESCRIPTION, FORMAT, DumpDescription, begin_dump, commit_dump, dumped_steps, open_dump
 from trainer.rundir.sealed_directory import MANIFEST, write_manifest
@@ -387,3 +388,11 @@ def test_what_is_written_down_is_what_was_trained_on(model_path: Path, one_step:
                 seen.append(key)
     assert sorted(seen) == sorted(samples)
     assert replay.dump.description.policy_version == 7
+
+
+def test_bins_have_their_shares_of_k3() -> None:
+    bins = Bins(
+        edges=[1.0, 0.5, 0.25, 0.125], counts=[3.0, 1.0, 0.0], abs_logdiff=[0.1, 0.2, None], k3=[0.01, 0.03, None]
+    )
+    title, *rows = bin_rows(bins, "probability")
+    assert [(row[0], row[-1]) for row in rows] == [("0.5 to 1", "50.0%"), ("0.25 to 0.5", "50.0%")]
