@@ -70,6 +70,13 @@ def test_a_temperature_beside_older_weights(tmp_path: Path, model: Path, tempera
     assert abs(found.unexplained.share) < 0.02
 
 
+def test_a_temperature_behind_older_weights_that_explain_nearly_all(tmp_path: Path, model: Path) -> None:
+    older = older_of(model, tmp_path / "older", noise=0.2)
+    found = explained([model, older], replace(OLD, temperature=1.02), settings=PLAIN)
+    assert {part.what for part in found.parts} == {"has log-probs at temperature 1.02, not 1", "has the weights older"}
+    assert abs(found.unexplained.share) < 1e-4
+
+
 @pytest.mark.parametrize("noise", [0.005, 0.02])
 def test_a_scaled_tensor_beside_older_weights(tmp_path: Path, model: Path, noise: float) -> None:
     older = older_of(model, tmp_path / "older", noise=noise)

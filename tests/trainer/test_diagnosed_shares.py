@@ -12,6 +12,7 @@ from test_diagnosis import save_model
 from test_rounded_activations import TOKENS, bundle_of, scorer_of
 from torch import Tensor
 
+from algorithms.kl import k3
 from rollout.config import DType, Quantization
 from trainer.diagnose.case import Candidate
 from trainer.diagnose.diagnosis import Diagnosis, Part, Settings, diagnose
@@ -181,3 +182,17 @@ def test_steps_with_other_weights_are_judged_as_one(path: Path, tmp_path: Path) 
     parts = [part_of(diagnose(each, settings, progress=lambda text: None), "quantization") for each in (*alone, scorer)]
     assert all(one.low < other.high for one in parts for other in parts), "steps do not contradict each other"
     assert parts[2].high - parts[2].low < max(part.high - part.low for part in parts[:2])
+
+
+def test_tokens_that_a_cause_hardly_changes_do_not_decide_whether_it_is_there() -> None:
+    """Most tokens of a sure policy: what no cause explains is far above the change, and may go the other way."""
+    count = 2000
+    draw = torch.Generator().manual_seed(2)
+    change = 1e-6 * torch.randn(count, generator=draw, dtype=torch.float64)
+    change[::20] = torch.randn(count // 20, generator=draw, dtype=torch.float64)
+    deviation = torch.where(change.abs() < 1e-3, change - 1e-4 * change.sign(), change)
+    cause = Candidate(name="stale weights", what="", remedy="", scoring=Scoring())
+    effect = Effect(side="engine", cause=cause, change=change, size=k3(-change))
+    result = shares({"engine": deviation}, [effect], -deviation, torch.ones(count, dtype=torch.bool), [count])
+    [part] = result.parts
+    assert part.share > 0.9 and part.low > 0.9 and abs(result.unexplained.share) < 0.1

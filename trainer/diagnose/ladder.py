@@ -27,7 +27,7 @@ CHOSEN = 0.5
 REPRODUCED = 0.1
 """Misfit, over that of the rounding of a side, below which nothing is looked for: a replay gives nearly the same."""
 LEAST_OF_WHOLE = 0.03
-"""Share of the misfit at the start that a further cause takes away at least."""
+"""Share of the misfit at the start that a further cause takes away at least, unless it leaves nearly nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +82,10 @@ def explain(
         scoring, behind = there.scoring, _behind(behind, scoring, there)
     while is_apart and len(causes) + len(absent) < MAX_CAUSES + len(declared):
         current, noise = behind.total(scoring), noise_of(behind, scoring)
-        if current <= max(NOISE * FLOAT32_NOISE, REPRODUCED * noise) or current < LEAST_OF_WHOLE * whole:
+        if current <= max(NOISE * FLOAT32_NOISE, REPRODUCED * noise):
             break
-        rungs = [rung for rung in LADDER if rung not in DEAR or current > NOISE * noise]
+        dear_from = max(NOISE * noise, LEAST_OF_WHOLE * whole)
+        rungs = [rung for rung in LADDER if rung not in DEAR or current > dear_from]
         best = _best(rungs, behind, scoring, whole=whole, progress=progress)
         if best is None:
             break
@@ -178,7 +179,8 @@ def _best(
                     continue
             behind = _behind(case, base, candidate)
             left = behind.total(candidate.scoring)
-            if current - left < max(candidate.least_gain * current, LEAST_OF_WHOLE * whole):
+            is_enough = current - left >= max(candidate.least_gain * current, LEAST_OF_WHOLE * whole)
+            if not is_enough and left > SOLVED * current:  # a number that was fitted before hid it
                 continue
             if not case.is_sure(base, candidate, behind):
                 unsure.append((left, candidate))

@@ -147,7 +147,10 @@ class _Sums:
         for side, deviation in deviations.items():
             rows = torch.tensor([each.side == side and not each.is_known for each in effects], dtype=torch.bool)
             x = changes * rows[:, None]
-            products += x[:, None] * x[None] * (weights := evenly(x, mask & ~deviation.isnan()))
+            # Where a change is far below what no cause explains, the token says nothing of its multiple.
+            left = (deviation - x.sum(0)).nan_to_num(0.0)
+            weights = evenly(torch.cat([x, left[None]]), mask & ~deviation.isnan())
+            products += x[:, None] * x[None] * weights
             along += x * deviation.nan_to_num(0.0) * weights
         signs = torch.tensor([1.0 if each.side == "trainer" else -1.0 for each in effects], dtype=torch.float64)
         slope = torch.where(difference.abs() > 0, k3(difference) / difference, 0.0)
