@@ -394,5 +394,5 @@ def test_bins_have_their_shares_of_k3() -> None:
     bins = Bins(
         edges=[1.0, 0.5, 0.25, 0.125], counts=[3.0, 1.0, 0.0], abs_logdiff=[0.1, 0.2, None], k3=[0.01, 0.03, None]
     )
-    title, *rows = bin_rows(bins, "probability")
+    _title, *rows = bin_rows(bins, "probability")
     assert [(row[0], row[-1]) for row in rows] == [("0.5 to 1", "50.0%"), ("0.25 to 0.5", "50.0%")]
