@@ -259,6 +259,7 @@ def test_dapo_reads_the_line_that_its_prompt_asks_for(response, answer, correct)
         (r"Answer: 0.7", r"0.\overline{7}", False),
         (r"Answer: \overline{PQ}", "PQ", True),
         (r"Answer: 3 \text{ and } 4", "3,4", True),
+        (r"Answer: \begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", True),
         ("Answer: 7<|im_end|>\n<|im_start|>user", "7", True),
         ("Answer: 7", r"$\boxed{7}$", True),
     ],
