@@ -104,10 +104,10 @@ class Columns:
         inner = replace(self, answer_path=tuple(fields)).without_answer(others[column])
         return {**others, column: {key: value for key, value in inner.items() if key != fields[0] or len(fields) > 1}}
 
-    def unread(self, rows: Sequence[dict[str, Any]]) -> list[str]:
-        """Columns of `rows` that are no part of prompt or answer."""
+    def unread(self, row: dict[str, Any]) -> list[str]:
+        """Columns of a row that are no part of prompt or answer."""
         used = {path[0] for path in (*self.prompt_paths, self.answer_path)}
-        return [key for key in dict.fromkeys(key for row in rows for key in row) if key not in used]
+        return [key for key in row if key not in used]
 
 
 def _is_texts(value: object) -> TypeGuard[list[str | int | float]]:

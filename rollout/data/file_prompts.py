@@ -72,8 +72,8 @@ class SourceReport:
 
     source: str
     columns: Columns
-    unread: list[str] = field(default_factory=list)
-    """Columns that are neither prompt nor answer."""
+    unread: dict[str, None] = field(default_factory=dict)
+    """Columns of any row that are neither prompt nor answer, in their order."""
     num_rows: int = 0
     num_partial: int = 0
     """Usable rows in which a part of the prompt is null."""
@@ -203,7 +203,7 @@ def source_rows(
     if not readable:
         raise ValueError(f"{source}, {row_unit(source)} {first[0].number}: {first[0].problem}")
     columns = choose_columns(readable, config, source=source)
-    report = SourceReport(source=source, columns=columns, unread=columns.unread(readable))
+    report = SourceReport(source=source, columns=columns)
     # Row by row: all rows of DAPO do not fit into memory, the unique rows do.
     usable = _usable_rows(itertools.chain(first, rows), config, report)
     unique = remove_duplicates(usable, report, judgement=judgement)
@@ -221,6 +221,7 @@ def _usable_rows(rows: Iterator[RawRow], config: FileDataConfig, report: SourceR
         try:
             if row.problem:
                 raise ValueError(row.problem)
+            report.unread |= dict.fromkeys(columns.unread(row.values))
             prompt = prompt_value(columns.prompt(row.values), columns.prompt_key, continues=config.continue_assistant)
             answer = _answer_text(columns.answer(row.values), columns.answer_key)
             _refuse_media(prompt, columns.others(row.values), columns.prompt_key)

@@ -403,6 +403,14 @@ def test_a_layout_names_the_columns_with_text_that_it_leaves_out(tmp_path, token
     assert any("in no prompt" in note for note in load_dataset(given, tokenizer).notes) == bool(others)
 
 
+def test_a_column_that_begins_late_in_the_file_is_named_too(tmp_path, tokenizer):
+    rows = [{"question": f"{number}+1?", "answer": str(number + 1)} for number in range(102)]
+    rows[-1]["passage"] = "The bread was stale."
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    notes = load_dataset(config(source), tokenizer).notes
+    assert any("in no prompt: passage" in note for note in notes)
+
+
 def test_special_tokens_around_a_text(tmp_path, tokenizer):
     from tokenizers import processors
 
