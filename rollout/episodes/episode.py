@@ -71,7 +71,10 @@ class Episode:
     """True while a turn is being sampled."""
 
     def encode(self, text: str) -> list[int]:
-        """Text -> token ids, without special tokens. Raises EpisodeError for a text that the tokenizer cannot write."""
+        """Text -> token ids with which it reads so after other text, without special tokens around it.
+
+        Raises EpisodeError for a text that the tokenizer cannot write.
+        """
         try:
             return self.vocabulary.encode(text)
         except Exception as error:  # the library has no class for it
@@ -129,7 +132,7 @@ class Episode:
             tokens += reply["token_ids"]
             if not reply["stopped"] or reply["is_end"] or not tokens or tokens[-1] in ids:
                 return tokens, bool(reply["stopped"])
-            tail = self.decode(tokens[-window:])
+            tail = self.vocabulary.decode_after(tokens[-window:])
             if any(text in tail for text in texts):
                 return tokens, True
             if len(tokens) >= limit:
@@ -164,7 +167,10 @@ class Episode:
             raise EpisodeError("stop has an empty text, which ends nowhere")
         ids = {self._token(each, "stop") for each in stop if not isinstance(each, str)}
         ids |= {token for token in names.values() if token is not None}
-        return ids, [text for text, token in names.items() if token is None]
+        texts = [text for text, token in names.items() if token is None]
+        if held := [text for text in texts if self.vocabulary.has_special(text)]:
+            raise EpisodeError(f"stop has {held[0]!r}: a special token ends a turn by its name alone")
+        return ids, texts
 
     def _token(self, value: object, what: str) -> int:
         """`value` as an id of the tokenizer."""

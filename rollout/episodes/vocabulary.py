@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 _PART = "\ufffd"
 """What stands for a part of a character that has several bytes."""
@@ -37,17 +37,50 @@ class Vocabulary:
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
-        """Text -> token ids, without special tokens around it."""
+        """Text -> token ids with which it reads so after other text, without special tokens around it.
+
+        Some tokenizers, such as those of Llama 2 and Mistral, put a space before what they take for a first word.
+        """
+        ids = self._ids(text)
+        if _indent(self.decode_after(ids, raw=True)) == _indent(text):
+            return ids
+        for before in ("\n", "."):
+            head, whole = self._ids(before), self._ids(before + text)
+            if whole[: len(head)] == head:
+                return whole[len(head) :]
+        return ids
+
+    def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int], *, raw: bool = False) -> str:
         """Token ids -> text, without special tokens unless `raw`."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not raw))
 
+    def decode_after(self, token_ids: Sequence[int], *, raw: bool = False) -> str:
+        """`decode`, as the tokens read after another: some tokenizers drop a space at the beginning."""
+        if self._before is None:
+            return self.decode(token_ids, raw=raw)
+        return self.decode([self._before, *token_ids], raw=raw).removeprefix(self.decode([self._before]))
+
+    @cached_property
+    def _before(self) -> int | None:
+        """A token of letters or digits; None if there is none."""
+        texts = ((token, self.decode([token])) for token in range(self.size))
+        return next((token for token, text in texts if text.isascii() and text.isalnum()), None)
+
     def special_token(self, name: str) -> int | None:
         """The id of the special token with this name; None if there is none."""
         found = self._tokenizer.token_to_id(name)
         return None if found is None or self.decode([found]) else int(found)
+
+    def has_special(self, text: str) -> bool:
+        """True if a special token is in `text`, which no text of a turn holds then."""
+        return any(token.special and token.content in text for token in self._added)
+
+    @cached_property
+    def _added(self) -> list[AddedToken]:
+        return list(self._tokenizer.get_added_tokens_decoder().values())
 
     def _enders(self, text: str) -> frozenset[int]:
         """The tokens in which `text` can end: those that hold it, or begin with an end of it."""
@@ -61,10 +94,12 @@ class Vocabulary:
 
     @cached_property
     def _texts(self) -> list[str]:
-        """The text of every token, as it reads after another: some tokenizers drop a space at the beginning."""
-        alone = self._tokenizer.decode_batch([[token] for token in range(self.size)])
-        before = next((token for token, text in enumerate(alone) if text.isascii() and text.isalnum()), None)
-        if before is None:
-            return alone
-        pairs = self._tokenizer.decode_batch([[before, token] for token in range(len(alone))])
-        return [text.removeprefix(alone[before]) for text in pairs]
+        """The text of every token, as it reads after another."""
+        if self._before is None:
+            return self._tokenizer.decode_batch([[token] for token in range(self.size)])
+        pairs = self._tokenizer.decode_batch([[self._before, token] for token in range(self.size)])
+        return [text.removeprefix(self.decode([self._before])) for text in pairs]
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip(" "))

@@ -661,6 +661,7 @@ def test_a_turn_ends_with_a_text_of_several_tokens_and_samples_what_it_would_hav
         ("await episode.generate()", "", 1),
         ("while episode.tokens_left: await episode.generate(stop=['=', 'no such'])", "", 9),
         ("await episode.generate(stop=[''])", "EpisodeError: stop has an empty text", 0),
+        ("await episode.generate(stop=['=<eos>'])", "EpisodeError: stop has '=<eos>': a special token", 0),
         ("pass", "it ended without having sampled anything", 0),
         ("global seen; seen += 1; assert seen > 2; await episode.generate()", "", 1),
         ("t = await episode.generate()\n    assert t.raw_text.startswith(t.text) and t.raw_text[len(t.text) :]", "", 1),

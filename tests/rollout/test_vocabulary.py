@@ -4,7 +4,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from rollout.episodes.vocabulary import Vocabulary
 
@@ -45,6 +45,22 @@ def test_a_text_can_end_in_a_token_beyond_a_gap_of_the_ids(bytes_file, tmp_path)
     described["model"]["vocab"]["</tool>"] = 1000
     (tmp_path / "tokenizer.json").write_bytes(orjson.dumps(described))
     assert 1000 in Vocabulary(str(tmp_path / "tokenizer.json")).enders("</tool>")
+
+
+@pytest.mark.parametrize("text", ["19", " 19", "  19", "\n19", "", "é"])
+def test_a_text_reads_after_another_as_it_is_written(text, tmp_path):
+    """The tokenizers of Llama 2 and Mistral put a space before every text, and drop one when they decode."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁0123456789+=", "▁1", "▁19"]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    merges = [("▁", "1"), ("▁1", "9")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence([*parts])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = Vocabulary(str(tmp_path / "tokenizer.json"))
+    assert vocabulary.decode([*vocabulary.encode("12 + 7 ="), *vocabulary.encode(text)]) == "12 + 7 =" + text
+    assert vocabulary.decode_after(vocabulary.encode(" =")) == " ="
 
 
 @pytest.mark.parametrize("text", ["</call>", "=", " =", "= ", "\n\n", "Observation:", "答案", "é", ">>", "tion: 3"])
