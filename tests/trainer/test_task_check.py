@@ -205,7 +205,7 @@ def test_the_plan_names_schedule_quantisation_and_trackers(own: Path, capsys: py
 def test_a_step_of_more_prompts_than_there_are_is_remarked_on(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, is_said in ((30, False), (31, True)):
         assert run(["train", "mine.yaml", f"batch.prompts_per_step={number}", "--dry-run"]) == 0
-        said = f"batch.prompts_per_step={number} takes prompts twice in a step: there are 30"
+        said = f"batch.prompts_per_step={number} takes prompts again in a step: there are 30"
         assert (said in capsys.readouterr().out) == is_said
 
 

@@ -98,7 +98,7 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         dataset.notes.append(f"no response ends with the token id {', '.join(beyond)}: vocab_size is {size}")
     if trains and config.batch.prompts_per_step > len(dataset.train):
         step, there = config.batch.prompts_per_step, len(dataset.train)
-        dataset.notes.append(f"batch.prompts_per_step={step} takes prompts twice in a step: there are {there}")
+        dataset.notes.append(f"batch.prompts_per_step={step} takes prompts again in a step: there are {there}")
     window = attention_window(AutoConfig.from_pretrained(model_path, trust_remote_code=False)) if trains else None
     problems = [
         *context_problems(config, model_path, longest_prompt=dataset.longest_prompt, window=window),
