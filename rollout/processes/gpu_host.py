@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rollout.processes.inherited import variables
+
 CUDA_REMEDY = "Run make setup in the checkout on this host, or use the image of the Dockerfile."
 COMPILER_REMEDY = "apt-get install build-essential, or dnf install gcc-c++ (g++ 11 or later)."
 BUILDS_WITHOUT_CUDA = ("cpu", "rocm", "xpu")
@@ -74,7 +76,7 @@ def compiler_error(command: Sequence[str], program: str, libraries: Sequence[str
     """Error with which a compiler refuses to make a library of `program`, such as Python loads; "" if there is none."""
     with tempfile.TemporaryDirectory() as directory:
         whole = [*command, "-fPIC", "-shared", "-o", f"{directory}/trial.so", "-", *libraries]
-        language, timeout = {**os.environ, "LC_ALL": "C"}, COMPILER_TIMEOUT_S
+        language, timeout = {**variables(), "LC_ALL": "C"}, COMPILER_TIMEOUT_S
         try:
             done = subprocess.run(  # noqa: S603 (a compiler of this host)
                 whole, input=program, env=language, cwd=directory, capture_output=True, text=True, timeout=timeout

