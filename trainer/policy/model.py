@@ -259,9 +259,10 @@ def check_files(path: Path) -> None:
     held = stored_tensors(path)
     names, stored = _stored_names(empty_causal_lm(path), held, path)
     for parameter, name in stored.items():
-        if (shape := held[name].shape()) != parameter.shape:
+        shape, kind = held[name].header()
+        if shape != parameter.shape:
             raise ValueError(f"{path}: {name} has shape {list(shape)}, the model wants {list(parameter.shape)}")
-        if (kind := held[name].dtype()) not in FLOAT_KINDS:
+        if kind not in FLOAT_KINDS:
             quantised = f"{name} holds {kind}, quantised numbers that would be read without their scales"
             raise ValueError(f"{path}: {quantised}. Save the model in 16 or 32 bits")
         for other in names[parameter]:

@@ -47,18 +47,17 @@ class StoredTensor:
 
     def shape(self) -> tuple[int, ...]:
         """Its shape; reads the header of a file."""
-        file, name = self.parts[0]
-        with safe_open(file, framework="pt") as tensors:
-            first = tuple(tensors.get_slice(name).get_shape())
-        if not self.parts_per_row:
-            return first
-        return len(self.parts) // self.parts_per_row, first[0] * self.parts_per_row, *first[1:]
+        return self.header()[0]
 
-    def dtype(self) -> str:
-        """Type of its numbers as safetensors names it; reads the header of a file."""
+    def header(self) -> tuple[tuple[int, ...], str]:
+        """Its shape, and the type of its numbers as safetensors names it; reads the header of a file."""
         file, name = self.parts[0]
         with safe_open(file, framework="pt") as tensors:
-            return str(tensors.get_slice(name).get_dtype())
+            stored = tensors.get_slice(name)
+            first, kind = tuple(stored.get_shape()), str(stored.get_dtype())
+        if not self.parts_per_row:
+            return first, kind
+        return (len(self.parts) // self.parts_per_row, first[0] * self.parts_per_row, *first[1:]), kind
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` in the type of the file, on the host. Raises ValueError for experts of other sizes."""
