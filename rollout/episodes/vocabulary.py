@@ -59,15 +59,14 @@ class Vocabulary:
 
     def decode_after(self, token_ids: Sequence[int], *, raw: bool = False) -> str:
         """`decode`, as the tokens read after another: some tokenizers drop a space at the beginning."""
-        if self._before is None:
-            return self.decode(token_ids, raw=raw)
-        return self.decode([self._before, *token_ids], raw=raw).removeprefix(self.decode([self._before]))
+        before, text = self._before
+        return self.decode([*before, *token_ids], raw=raw).removeprefix(text)
 
     @cached_property
-    def _before(self) -> int | None:
-        """A token of letters or digits; None if there is none."""
-        texts = ((token, self.decode([token])) for token in range(self.size))
-        return next((token for token, text in texts if text.isascii() and text.isalnum()), None)
+    def _before(self) -> tuple[list[int], str]:
+        """A token of letters or digits, and its text; nothing if there is none."""
+        texts = (([token], self.decode([token])) for token in range(self.size))
+        return next((each for each in texts if each[1].isascii() and each[1].isalnum()), ([], ""))
 
     def special_token(self, name: str) -> int | None:
         """The id of the special token with this name; None if there is none."""
@@ -95,10 +94,9 @@ class Vocabulary:
     @cached_property
     def _texts(self) -> list[str]:
         """The text of every token, as it reads after another."""
-        if self._before is None:
-            return self._tokenizer.decode_batch([[token] for token in range(self.size)])
-        pairs = self._tokenizer.decode_batch([[self._before, token] for token in range(self.size)])
-        return [text.removeprefix(self.decode([self._before])) for text in pairs]
+        before, text = self._before
+        shown = self._tokenizer.decode_batch([[*before, token] for token in range(self.size)])
+        return [each.removeprefix(text) for each in shown]
 
 
 def _indent(text: str) -> int:
