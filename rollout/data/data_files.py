@@ -47,7 +47,7 @@ PACKED_HEADS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\
 """First bytes of gzip, bz2, xz, zstd and zip files, and of parquet files, which are no text."""
 MEDIUM = {"bytes", "path"}
 """Fields of a picture, or its like, in a column of `datasets`."""
-SHORT_FLOATS: Mapping[str | None, type] = {"float16": np.float16, "float32": np.float32}
+_SHORT_FLOATS: Mapping[str | None, type] = {"float16": np.float16, "float32": np.float32}
 """Type of a column -> type whose text is the shortest that means the number."""
 MORE_CELLS = "Length of header or names does not match length of data"
 """What pandas warns of where it drops cells of csv."""
@@ -426,8 +426,15 @@ def _as_written(kind: Any) -> Callable[[Any], Any] | None:
     if isinstance(kind, datasets.ClassLabel):
         names = kind.names
         return lambda value: None if value is None or value < 0 else names[value]
-    short = SHORT_FLOATS.get(kind.dtype) if isinstance(kind, datasets.Value) else None
-    return None if short is None else lambda value: None if value is None else float(str(short(value)))
+    short = short_float(kind.dtype) if isinstance(kind, datasets.Value) else None
+    return None if short is None else lambda value: None if value is None else short(value)
+
+
+def short_float(dtype: str | None) -> Callable[[float], float] | None:
+    """A function of a number from a type of 16 or 32 bits that gives the number as it was written: 0.1 for
+    0.10000000149011612. None for another type."""
+    short = _SHORT_FLOATS.get(dtype)
+    return None if short is None else lambda value: float(str(short(value)))
 
 
 def _csv_names(path: Path) -> list[str]:

@@ -127,15 +127,15 @@ class SourceReport:
             )
         if self.bad:
             lines.append(f"{self.source}: bad rows: {len(self.bad):,}")
+        already = self._templated_already(config)
         for what, found, way_out in (
-            ("texts with control tokens of the model, which are read as such", self.control, self._templated_already),
-            ("answers with control tokens of the model, which no text of a response holds", self.answer_control, None),
+            ("texts with control tokens of the model, which are read as such", self.control, already),
+            ("answers with control tokens of the model, which no text of a response holds", self.answer_control, ""),
         ):
             if found:
                 number, token = next(iter(found.items()))
                 first = f"{token} in {row_unit(self.source)} {number}{', ...' if len(found) > 1 else ''}"
-                more = way_out(config) if way_out else ""
-                lines.append(f"{self.source}: {what}: {len(found):,} ({first}){more}")
+                lines.append(f"{self.source}: {what}: {len(found):,} ({first}){way_out}")
         if self.has_messages and config.instruction:
             lines.append(f"{self.source}: chat messages are used as they are, without data.instruction")
         return lines

@@ -24,7 +24,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from rollout.data.data_files import SHORT_FLOATS, plain_text
+from rollout.data.data_files import plain_text, short_float
 from rollout.processes.child_process import described
 from rollout.user_code.custom_code import load_function
 from rollout.user_code.serving import Ask, Blocking, Overlapping, Reply
@@ -166,8 +166,8 @@ def _python_value(value: object) -> object:
     mask: Any = getattr(value, "mask", None)
     if hasattr(mask, "dtype") and mask.any():
         raise ValueError("a masked value is no value")
-    short = SHORT_FLOATS.get(str(value.dtype).removeprefix("torch."))
-    return item() if short is None else float(str(short(item())))
+    short = short_float(str(value.dtype).removeprefix("torch."))
+    return item() if short is None else short(item())
 
 
 def _number(value: object, name: object) -> float:
