@@ -403,6 +403,10 @@ def test_a_killed_worker_is_replaced_and_its_episodes_give_what_they_would_have_
     [child] = keeper.children()
     child.suspend()  # so that it is killed in the middle of its work
     tickets = sampler.submit(make_requests())
+    end = time.monotonic() + 60
+    while sum(len(each.calls) for each in sampler._pool._core.workers) < 6:
+        assert time.monotonic() < end
+        time.sleep(0.01)
     os.kill(child.pid, signal.SIGKILL)
     found = {}
     while len(found) < 6:
