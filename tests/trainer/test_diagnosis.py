@@ -363,6 +363,19 @@ def test_the_command_answers_and_writes_its_files(tmp_path: Path, capsys: pytest
     assert "Where K3 comes from" in (tmp_path / "out" / "diagnosis.html").read_text()
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_the_command_answers_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], noise: float) -> None:
+    """Shares have no interval then, and without a difference there are no shares."""
+    bundle = numbers()
+    write_bundle(numbers(rollout_logprobs=bundle.old_logprobs + noise), tmp_path / "b.safetensors")
+    assert run(["diagnose", str(tmp_path / "b.safetensors"), f"out={tmp_path / 'out'}"]) == 0
+    record = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    assert record["answer"] in capsys.readouterr().out
+    assert record["unexplained_share"] == {
+        "k3": record["k3"], "share": 1.0 if noise else None, "low": None, "high": None
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -28,7 +28,7 @@ from trainer.replay.bundle_step import step_of
 from trainer.replay.modes import RUN, Mode, RefusedMode, chosen_modes
 from trainer.replay.recorded import RecordedStep, read_step
 from trainer.replay.score import MAX_WEIGHT, ModeScore, scored_modes
-from trainer.report.frame import TablePart, write_results
+from trainer.report.frame import TablePart, finite, write_results
 from trainer.rundir.dump import Dump
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import METRICS_FILE
@@ -146,7 +146,7 @@ class Replay(ABC):
             {
                 "name": score.name,
                 "objective": objective_of(mode.config),
-                "metrics": {key: finite(value) for key, value in score.metrics.items()},
+                "metrics": dict(score.metrics),
             }
             for mode, score in zip(self.modes, self.scores, strict=True)
         ]
@@ -277,15 +277,14 @@ class BundleReplay(Replay):
         return mode_table(self.scores, hidden=hidden)
 
     def described(self) -> dict[str, object]:
-        by_position = asdict(self.histograms.by_position)
         return {
             "format": BUNDLE_FORMAT,
             "metadata": dict(self.bundle.metadata),
             "num_responses": len(self.step.samples.rewards),
             "num_response_tokens": int(self.step.samples.num_tokens.sum()),
-            "mismatch": {metric: finite(self.metrics.get(metric)) for metric, _ in NUMBERS.values()},
+            "mismatch": {metric: self.metrics.get(metric) for metric, _ in NUMBERS.values()},
             "by_probability": asdict(self.histograms.by_probability),
-            "by_position": {name: [finite(each) for each in values] for name, values in by_position.items()},
+            "by_position": asdict(self.histograms.by_position),
         }
 
 
@@ -383,11 +382,6 @@ def _reproduction(own: ModeScore, path: Path, step: int, *, yours: tuple[str, ..
     mine = {key: finite(value) for key, value in own.metrics.items() if key in logged}
     different = {key: (logged[key], value) for key, value in mine.items() if logged[key] != value}
     return Reproduction(against=path.name, compared=len(mine), different=different, yours=yours)
-
-
-def finite(value: float | None) -> float | None:
-    """The number as JSON has it: None for what is not finite."""
-    return value if value is None or math.isfinite(value) else None
 
 
 def _relative(logged: float | None, replayed: float | None) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,11 +92,21 @@ def write_results(
     shown = [part for part in parts if len(part[1]) > 1]
     context = {"title": title, "facts": facts, "numbers": f"{name}.json beside this page", "parts_of_page": shown}
     page = render_page("tables.html", sections=sections, tables=tables, context=context)
+    text = json.dumps(finite(record), indent=2, ensure_ascii=False, allow_nan=False)
     directory.mkdir(parents=True, exist_ok=True)
     result, html = directory / f"{name}.json", directory / f"{name}.html"
-    write_whole(result, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_whole(result, text + "\n")
     write_whole(html, page)
     return [result, html]
+
+
+def finite(value: Any) -> Any:
+    """The value as JSON has it: None for each number in it that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _script(text: str) -> str:
