@@ -16,7 +16,7 @@ from trainer.diagnose.case import Case
 from trainer.diagnose.diagnosis import Diagnosis, Settings, diagnose
 from trainer.diagnose.evidence import evidence_of
 from trainer.diagnose.logprob_scorer import LogprobScorer
-from trainer.diagnose.results import answer, part_rows
+from trainer.diagnose.results import answer, facts, part_rows
 from trainer.diagnose.rungs import fitted_temperature
 from trainer.diagnose.scoring import EditKind, Scoring, TensorEdit
 
@@ -75,6 +75,14 @@ def test_a_temperature_behind_older_weights_that_explain_nearly_all(tmp_path: Pa
     found = explained([model, older], replace(OLD, temperature=1.02), settings=PLAIN)
     assert {part.what for part in found.parts} == {"has log-probs at temperature 1.02, not 1", "has the weights older"}
     assert abs(found.unexplained.share) < 1e-4
+
+
+def test_a_share_below_0_is_explained(tmp_path: Path, model: Path) -> None:
+    found = explained(
+        [model, older_of(model, tmp_path / "older", noise=0.2)], replace(OLD, temperature=1.4), settings=PLAIN
+    )
+    assert [part.name for part in found.parts if part.share < -0.2] == ["temperature"]
+    assert any("works against another" in fact for fact in facts(found))
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.02])

@@ -64,6 +64,8 @@ def facts(diagnosis: Diagnosis) -> Iterator[str]:
             more = len(part.alike) - MANY_TENSORS
             names = "; ".join(part.alike[:MANY_TENSORS]) + (f"; {more} more" if more > 0 else "")
             yield f"{part.name} cannot be told from: {names}"
+    if any(part.share < -LEAST_NAMED for part in diagnosis.parts):
+        yield "a share below 0 is that of a cause that works against another one: without it K3 would be larger"
     if (routing := diagnosis.routing) is not None:
         did = "Routing replay takes" if routing.is_replayed else "policy.routing=replay would take"
         yield (
