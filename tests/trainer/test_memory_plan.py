@@ -99,10 +99,18 @@ def test_the_key_decides_where_it_is_set() -> None:
     always = memory_plan(shared(residency=Residency.always), device_bytes=2**40)
     never = memory_plan(shared(residency=Residency.never), device_bytes=2**10)
     assert (always.takes_turns, never.takes_turns) == (True, False)
-    assert never.verdict == "nothing sleeps: cluster.residency=never"
+    assert never.verdict.startswith("nothing sleeps: cluster.residency=never; rank and engine together ")
     apart = replace(shared(), policy=PolicyConfig(gpus_per_worker=1.0), rollout=SGLangConfig(gpus_per_engine=1.0))
     assert not may_take_turns(apart)
-    assert memory_plan(apart, device_bytes=2**10).verdict == "nothing sleeps: no GPU is shared"
+    rank = rank_memory(apart, model_shape(apart)).on_device
+    for device_bytes in (2**10, int((rank + CONTEXT_BYTES) / USABLE) - 100):
+        [_, told] = memory_plan(apart, device_bytes=device_bytes).verdicts
+        assert "the rank alone" in told and "WHICH MAY NOT FIT" in told and "activation_checkpoint_every=1" in told
+        saving = replace(apart, policy=replace(apart.policy, activation_checkpoint_every=1))
+        [*_, told] = memory_plan(saving, device_bytes=device_bytes // 2).verdicts
+        assert "WHICH MAY NOT FIT" in told and "policy.offload=optimizer" in told and "checkpoint" not in told
+    fits = memory_plan(apart, device_bytes=int((rank + CONTEXT_BYTES) / USABLE) + 100)
+    assert fits.verdict == "nothing sleeps: no GPU is shared" and len(fits.verdicts) == 1
 
 
 def test_rules_of_sharing() -> None:

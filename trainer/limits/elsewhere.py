@@ -24,7 +24,7 @@ from trainer.limits.floors import (
     training_flops,
 )
 from trainer.limits.gpus import Gpus
-from trainer.limits.memory_plan import MemoryPlan
+from trainer.limits.memory_plan import MemoryPlan, or_set
 from trainer.text.plain import counted, duration, size
 
 GPUS_PER_MACHINE = 8
@@ -144,7 +144,9 @@ def elsewhere_problems(plan: MemoryPlan, gpus: Gpus) -> Iterator[Problem]:
         return
     if plan.rank.held > gpus.memory:
         rule = f"must be higher: a rank needs {size(plan.rank.held)} at any length, and a GPU has {size(gpus.memory)}"
-        yield config.broken("policy.num_workers", rule, "More ranks hold less each. Or set policy.offload=optimizer.")
+        yield config.broken(
+            "policy.num_workers", rule, f"More ranks hold less each{or_set(config, 'policy.offload=optimizer')}."
+        )
     whole = batch_shape(config).prompt_tokens + config.sampling.max_new_tokens
     remedy = "Spread an engine over more GPUs (tp_size of rollout.engine_args), or give it more of each "
     if not plan.cache_tokens:

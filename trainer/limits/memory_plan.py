@@ -12,8 +12,10 @@ import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
+from algorithms.config.rules import as_yaml
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig, Residency
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
@@ -46,11 +48,8 @@ SAVING_KEYS = (
     "policy.activation_checkpoint_every=1 or policy.dtype=bfloat16"
 )
 """Keys that lower the memory of the host that a run without GPUs needs."""
-RANK_KEYS = (
-    "lower batch.max_tokens_per_microbatch or sampling.max_new_tokens, raise policy.num_workers, or set "
-    "policy.activation_checkpoint_every=1 or policy.offload=optimizer"
-)
-"""What lowers the memory of its GPU that a rank needs."""
+RANK_SAVINGS = ("policy.activation_checkpoint_every=1", "policy.offload=optimizer")
+"""Settings that lower the memory of its GPU that a rank needs."""
 GPU_HOST_KEYS = (
     "policy.num_workers or rollout.num_engines, or set policy.offload=none, checkpoint.asynchronous=false or "
     "cluster.residency=never"
@@ -195,23 +194,39 @@ class MemoryPlan:
         """The treatment of the GPUs, with its reason."""
         setting = f"cluster.residency={self.config.cluster.residency.value}"
         if not may_take_turns(self.config):
-            return "nothing sleeps: no GPU is shared" if not self.config.shares_gpus else f"nothing sleeps: {setting}"
+            why = setting if self.config.shares_gpus else "no GPU is shared"
+            return "; ".join([f"nothing sleeps: {why}", *self._short_of_memory])
         if self.rank is None or self.fits_together is None:
             reason = self.unknown or "the memory of the GPU is not known here"
         else:
-            device_bytes, alone = self.device_bytes or 0, self.rank.on_device + CONTEXT_BYTES
-            room = f"{USABLE:.0%} of {size(device_bytes)}"
-            reason = f"rank and engine need {size(alone + (self.engine_bytes or 0))} of {room}"
-            if self.takes_turns and alone + CONTEXT_BYTES > USABLE * device_bytes:  # what the engine keeps asleep
-                reason += f", the rank alone {size(alone + CONTEXT_BYTES)}, WHICH MAY NOT FIT: {RANK_KEYS}"
+            needed = self.rank.on_device + CONTEXT_BYTES + (self.engine_bytes or 0)
+            reason = f"rank and engine need {size(needed)} of {USABLE:.0%} of {size(self.device_bytes or 0)}"
         if self.takes_turns:
+            reason = ", ".join([reason, *self._short_of_memory])
             return f"one side sleeps while the other works: {reason}; {setting}"
         return f"both fit, nothing sleeps: {reason}; {setting}"
 
     @property
+    def _short_of_memory(self) -> list[str]:
+        """What needs more than its GPU has while the policy trains, with the ways out; empty if nothing does."""
+        if self.rank is None or not self.device_bytes or not self.config.policy.gpus_per_worker:
+            return []
+        who, needed = "the rank alone", self.rank.on_device + CONTEXT_BYTES
+        if self.takes_turns:
+            needed += CONTEXT_BYTES  # what the engine keeps asleep
+        elif self.config.shares_gpus:
+            who, needed = "rank and engine together", needed + (self.engine_bytes or 0)
+        if needed <= USABLE * self.device_bytes:
+            return []
+        ways = "lower batch.max_tokens_per_microbatch or sampling.max_new_tokens, raise policy.num_workers"
+        ways += or_set(self.config, *RANK_SAVINGS)
+        return [f"{who} {size(needed)} of {size(self.device_bytes)}, WHICH MAY NOT FIT: {ways}"]
+
+    @property
     def verdicts(self) -> list[str]:
-        """The result of the plan without its sums; the treatment of the GPUs only where some are shared."""
-        return [self.host_verdict, self.verdict] if self.config.shares_gpus else [self.host_verdict]
+        """The result of the plan without its sums; the treatment of the GPUs where some are shared or too small."""
+        is_told = self.config.shares_gpus or self._short_of_memory
+        return [self.host_verdict, self.verdict] if is_told else [self.host_verdict]
 
     def lines(self) -> Iterator[str]:
         """The whole plan as lines of text."""
@@ -244,6 +259,13 @@ class MemoryPlan:
             )
         yield self.host_verdict
         yield self.verdict
+
+
+def or_set(config: TrainConfig, *settings: str) -> str:
+    """ ", or set a.b=c or d.e=f" with those of `settings`, words of the command line, that the config does not have."""
+    pairs = [setting.split("=") for setting in settings]
+    found = [f"{key}={value}" for key, value in pairs if as_yaml(attrgetter(key)(config)) != value]
+    return f", or set {' or '.join(found)}" if found else ""
 
 
 def may_take_turns(config: TrainConfig) -> bool:
