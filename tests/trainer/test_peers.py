@@ -54,6 +54,10 @@ WORDS = [
     ("loss_type", "dr_grpo", "Here it is loss.aggregation=fixed_length loss.fixed_length_tokens="),
     ("loss_type", "bnpo", "loss.aggregation=token_mean"),
     ("algorithm.rollout_correction.loss_type", "reinforce", "correction.anchor=none"),
+    ("eps_clip", 0.2, "Here it is loss.clip_low=0.2 loss.clip_high="),
+    ("eps_clip_high", 0.28, "Here it is loss.clip_high=0.28."),
+    ("algorithm.kl_ctrl.kl_coef", 0.01, "the KL in the reward, reference.placement=reward."),
+    ("lora_alpha", 32, "Here it is policy.lora.alpha=32."),
     ("scale_rewards", "batch", "Here it is advantage.estimator=reinforce_pp_baseline."),
     ("scale_rewards", "none", "Here it is advantage.estimator=dr_grpo."),
     (

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from algorithms.config import Aggregation, Bound, CustomConfig, Estimator, KLEstimator, Level, PPOClipConfig, TISConfig
+from algorithms.config.loss import CISPOConfig, GSPOConfig, SAPOConfig
 from algorithms.config.rejection import RejectConfig
 from algorithms.config.spec import RejectedDenominator
 from trainer.cli.port import run_port
@@ -112,6 +113,40 @@ def test_a_script_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert config.reference.estimator is KLEstimator.unbiased and not config.reference.weighted
     assert config.batch.prompts_per_step == 4 and config.sources == ["a:b@c", "d@e"]
     assert "# output_dir=$os.environ['X']: depends on" in recipe
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "level", "loss", "aggregation"),
+    [
+        ("sapo", "token", SAPOConfig, Aggregation.seq_mean_token_mean),
+        ("sapo", "sequence", SAPOConfig, Aggregation.seq_mean_token_mean),
+        ("cispo", "token", CISPOConfig, Aggregation.token_mean),
+        ("cispo", "sequence", CISPOConfig, Aggregation.token_mean),
+        ("grpo", "sequence", GSPOConfig, Aggregation.seq_mean_token_mean),
+        ("dapo", "sequence", GSPOConfig, Aggregation.token_mean),
+        ("luspo", "sequence", GSPOConfig, Aggregation.seq_mean_token_sum),
+    ],
+)
+def test_type_and_level_of_a_loss_of_trl_choose_together(
+    loss_type: str,
+    level: str,
+    loss: type,
+    aggregation: Aggregation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = f'loss_type="{loss_type}", importance_sampling_level="{level}"'
+    config, recipe = port("train.py", TRL.replace('loss_type="dr_grpo"', words), tmp_path, monkeypatch)
+    assert type(config.loss) is loss and config.loss.aggregation is aggregation
+    is_other = level == "sequence" and loss is not GSPOConfig
+    assert ("# importance_sampling_level=sequence: loss=" in recipe) is is_other
+
+
+@pytest.mark.parametrize("given", ["", "actor_rollout_ref.actor.loss_agg_mode=token-mean "])
+def test_sapo_of_verl_has_one_aggregation(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = f"{given}actor_rollout_ref.actor.policy_loss.loss_mode=sapo trainer.default"
+    config, _ = port("run.sh", VERL.replace("trainer.default", words), tmp_path, monkeypatch)
+    assert isinstance(config.loss, SAPOConfig) and config.loss.aggregation is Aggregation.seq_mean_token_mean
 
 
 @pytest.mark.parametrize("name", ["vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"])

@@ -19,8 +19,9 @@ from trainer.text.yaml_text import load_yaml
 
 BEGIN = "## Defaults that differ\n"
 _INTRODUCTION = """
-A script that is silent means these, with a KL in the loss and an engine of its own. `parity port` writes them out. The
-rows, and the keys below, are generated from `trainer/compose/peers.yaml`.
+A script that is silent means these. Rows on the KL hold if the script turns a KL in the loss on, and rows on an engine
+if it samples with one. `parity port` writes them out. The rows, and the keys below, are generated from
+`trainer/compose/peers.yaml`.
 
 | trainer | silent there | here it is | default here |
 |---|---|---|---|
@@ -42,7 +43,7 @@ def _different() -> Iterator[str]:
     for peer in peers().values():
         for key, words in translated(peer.usual, peer)[0].items():
             differ = [word for word in words if as_text(ours.get(word.partition("=")[0])) != word.partition("=")[2]]
-            if differ:
+            if differ and key not in peer.usual:
                 values = ", ".join(f"`{ours.get(word.partition('=')[0], 'not set')}`" for word in differ)
                 there = f"{key}={as_text(peer.value(key, peer.usual))}"
                 yield f"| {peer.about} | `{there}` | `{' '.join(differ)}` | {values} |\n"

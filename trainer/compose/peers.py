@@ -102,7 +102,8 @@ class Peer:
         """
         found = self.row(path)
         rows = [*self.keys.values()][found[1]] if found else {}
-        for pattern, answer in rows.items():
+        order = sorted(rows.items(), key=lambda row: 0 if settings is not None else self._place(*row))
+        for pattern, answer in order:
             first, *conditions = pattern.split(" & ")
             if (match := re.fullmatch(first, as_text(value), re.IGNORECASE)) is None:
                 continue
@@ -128,6 +129,16 @@ class Peer:
                 said = "the words behind it are not known"
             return Answer(words=tuple(filled), said=said)
         return None
+
+    def _place(self, pattern: str, answer: str) -> int:
+        """Where a row comes if the other keys are not known: 0 if its conditions hold for who sets only what is usual,
+        then the others, and last a sentence for every value, such as that the key has no effect by itself."""
+        first, *conditions = pattern.split(" & ")
+        if first == ".*" and not parted(answer)[0]:
+            return 2
+        pairs = [condition.partition("=") for condition in conditions]
+        values = {key: as_text(self.value(key, self.usual)) for key, _, _ in pairs}
+        return int(not all(re.fullmatch(expected, values[key], re.IGNORECASE) for key, _, expected in pairs))
 
     def value(self, key: str, settings: Settings) -> object:
         """The value of `key`, or of one that ends with it, in a script or by default; None if it has none."""
