@@ -9,8 +9,8 @@ from torch.nn import functional
 from rollout.exact import products
 from rollout.exact.activations import SiLU, sigmoid
 from rollout.exact.experts import Experts, is_part, replaced
+from rollout.model.text_part import LENGTH_DEPENDENT_ROPE
 
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds of rotary embeddings that change with the length of the longest sequence of a batch."""
 
 

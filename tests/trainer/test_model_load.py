@@ -10,12 +10,29 @@ import torch
 from policy_cases import full_gradient, lone_worker, make_config, make_samples, save_policy, save_untied
 from safetensors.torch import load_file, save_file
 from test_packing import pack_samples
+from transformers import ApertusConfig, AutoModelForCausalLM
 
 from algorithms.config import AdvantageConfig, Estimator
 from trainer.batch.packing import micro_batch
 from trainer.policy.model import check_files, empty_causal_lm, full_tensors, load_causal_lm
 from trainer.policy.stored import weight_files
 from trainer.scoring.attention import Segments
+
+
+def test_a_buffer_without_a_dimension_is_read(tmp_path: Path) -> None:
+    """The activation of Apertus has two numbers of its own in each layer."""
+    config = ApertusConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    changed = {name: each + 1 if each.dim() == 0 else each for name, each in tensors.items()}
+    save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with lone_worker(make_config(tmp_path, num_workers=1), tmp_path) as worker:
+        buffers = dict(worker._policy.model.causal_lm.named_buffers())
+    read = [name for name, each in changed.items() if each.dim() == 0]
+    assert len(read) == 4 and all(torch.equal(buffers[name], changed[name].to(buffers[name])) for name in read)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -179,6 +179,27 @@ def test_sequences_beyond_a_sliding_window_are_refused_before_a_start(own: Path,
         assert run(words) == code
 
 
+@pytest.mark.parametrize(
+    ("field", "rope", "length"),
+    [
+        ("rope_scaling", {"type": "longrope"}, 64),
+        ("rope_scaling", {"type": "su", "original_max_position_embeddings": 32}, 32),
+        ("rope_parameters", {"rope_type": "longrope", "original_max_position_embeddings": 32}, 32),
+        ("rope_parameters", {"rope_type": "dynamic", "factor": 4.0}, 128),
+        ("rope_parameters", {"rope_type": "yarn", "original_max_position_embeddings": 32}, 256),
+    ],
+)
+def test_sequences_that_would_change_the_positions_of_others_are_refused(
+    own: Path, tmp_path: Path, field: str, rope: dict[str, object], length: int
+) -> None:
+    model = {"max_position_embeddings": 128, "original_max_position_embeddings": 64, field: rope}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    words = ["rollout=sglang", "+rollout.engine_args.context_length=256", f"sampling.max_new_tokens={length - 10}"]
+    config = config_of(own, *words)
+    for longest, count in ((10, 0), (11, 1)):
+        assert len([*task_check.context_problems(config, tmp_path, longest_prompt=longest)]) == count
+
+
 def test_the_context_is_known_by_the_name_of_gpt2(own: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_positions": 128}')
     config = config_of(own, "sampling.max_new_tokens=109")

@@ -186,7 +186,7 @@ class _Merged:
     def fill(self, tensors: dict[str, Tensor]) -> None:
         """As that of `_Weights`."""
         for name, tensor in tensors.items():
-            whole = self._stored[name].rows(0, len(tensor)).float()
+            whole = self._stored[name].whole().float()
             layer = name.removesuffix(".weight")
             if (a := self._adapter.get(f"{layer}{A_ENDING}")) is not None:
                 whole += added(a, self._adapter[f"{layer}{B_ENDING}"], self._scale)

@@ -213,7 +213,7 @@ def load_rows(
             rows = read_shard(parameter, held[name], device=device, dtype=dtype)
             loaded: Tensor = nn.Parameter(rows, requires_grad=parameter.requires_grad)
         else:  # a buffer, which every rank has whole
-            loaded = held[name].rows(0, len(parameter)).to(parameter)
+            loaded = held[name].whole().to(parameter)
         state |= dict.fromkeys(names[parameter], loaded)
     model.load_state_dict(state, strict=True, assign=True)
 
@@ -236,7 +236,10 @@ def _stored_names(
     absent = [names[parameter][0] for parameter, name in stored.items() if not name]
     if absent:
         others = sorted(set(held) - {name_without_adapter(name) for found in names.values() for name in found})
-        instead = f"they hold others, which are not translated: {listed(others)}" if others else "save the model again"
+        instead = "save the model again"
+        if others:
+            instead = f"they hold others, which are not translated: {listed(others)}; take a model of another family, "
+            instead += "or weights under the names that its parameters have in transformers"
         raise ValueError(
             f"model.path={path}: the safetensors files lack parameters of the model: {listed(absent)}; {instead}"
         )

@@ -60,7 +60,10 @@ class StoredTensor:
         return (len(self.parts) // self.parts_per_row, first[0] * self.parts_per_row, *first[1:]), kind
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` in the type of the file, on the host. Raises ValueError for experts of other sizes."""
+        """Rows `start` to `stop` in the type of the file, on the host; a single number as it is.
+
+        Raises ValueError for experts of other sizes.
+        """
         with ExitStack() as stack:
             chosen = self.parts[start * self.parts_per_row : stop * self.parts_per_row] or self.parts
             files: dict[Path, Any] = {
@@ -68,12 +71,17 @@ class StoredTensor:
             }
             if not self.parts_per_row:
                 file, name = self.parts[0]
-                rows: Tensor = files[file].get_slice(name)[start:stop]
+                stored = files[file].get_slice(name)
+                rows: Tensor = stored[start:stop] if stored.get_shape() else files[file].get_tensor(name)
                 return rows
             matrices = [files[file].get_tensor(name) for file, name in chosen]
             if len({matrix.shape for matrix in matrices}) > 1:
                 raise ValueError(f"{chosen[0][0]}: {chosen[0][1]} and its like have several shapes")
             return torch.cat(matrices).view(stop - start, -1, matrices[0].shape[-1])
+
+    def whole(self) -> Tensor:
+        """All of it, as `rows`."""
+        return self.rows(0, next(iter(self.shape()), 1))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from rollout.data.data_files import DataError, on_hub
 from rollout.data.dataset import first_row, load_dataset
 from rollout.data.file_prompts import Judgement
 from rollout.episodes.trial import load_problem, try_episode
-from rollout.model.text_part import text_part
+from rollout.model.text_part import rope_length, text_part
 from rollout.rewards import judgement, try_reward
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from rollout.types import Prompt
@@ -279,19 +279,25 @@ def _longest_prompt(config: TrainConfig, directory: Path) -> int | None:
 def context_problems(
     config: TrainConfig, directory: Path, *, longest_prompt: int | None, window: int | None = None
 ) -> Iterator[Problem]:
-    """Yield the problem of responses for which a prompt of `longest_prompt` tokens leaves no room in the context, or in
-    the sliding `window` of the model's attention.
+    """Yield the problem of responses for which a prompt of `longest_prompt` tokens leaves no room in the context, in
+    the sliding `window` of the model's attention, or in the range where no other sequence changes its positions.
 
     None is a length that is not known, of at least a token. Nothing is yielded where the engine decides: with servers
     that run already, and with scaled positions.
     """
-    context, what = config.rollout.context_length(text_part(described(directory))), "context"
-    if window is not None and not (isinstance(context, int) and context <= window):
-        context, what = window, "sliding window"
+    model = text_part(described(directory))
+    fixed, kind = rope_length(model)
+    lengths = {
+        "context": config.rollout.context_length(model),
+        "sliding window": window,
+        f"range of short texts (rope_type={kind}: beyond it all positions of a batch change)": fixed,
+    }
+    known = [(length, what) for what, length in lengths.items() if isinstance(length, int)]
+    context, what = min(known, default=(None, ""), key=lambda pair: pair[0])
     tokens = {"sampling.max_new_tokens": config.sampling.max_new_tokens}
     tokens |= {"eval.max_new_tokens": config.eval.max_new_tokens} if config.eval.max_new_tokens is not None else {}
     for key, most in tokens.items():
-        if not isinstance(context, int) or (longest_prompt or 1) + most <= context:
+        if context is None or (longest_prompt or 1) + most <= context:
             continue
         rule = f"must leave room for a prompt in the model's {what} of {context} tokens"
         remedy = f"Take {context} less the tokens of the longest prompt, which is not read yet."
