@@ -85,6 +85,24 @@ def test_a_share_below_0_is_explained(tmp_path: Path, model: Path) -> None:
     assert any("works against another" in fact for fact in facts(found))
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [("trainer", ""), ("engine", "the engine's are: the trainer had other"), ("before", "it may not hold the weights")],
+)
+def test_weights_that_the_trainer_did_not_have_are_told(tmp_path: Path, model: Path, given: str, told: str) -> None:
+    """The trainer is a step before the engine, and `before` another one behind it."""
+    paths = {"trainer": model, "engine": older_of(model, tmp_path / "engine", noise=0.1)}
+    paths["before"] = older_of(paths["engine"], tmp_path / "before", noise=0.1)
+    of_both = LogprobScorer([[*paths.values()]], evidence_of(bundle_of(None, None), max_tokens=TOKENS))
+    trainer, engine = of_both.score([Scoring(), OLD])
+    evidence = evidence_of(bundle_of(engine, trainer), max_tokens=TOKENS)
+    found = diagnose(LogprobScorer([[paths[given]]], evidence), PLAIN, progress=lambda text: None)
+    notes = [each for each in facts(found) if "are not those of the model" in each]
+    assert len(notes) == bool(told) and all(told in each for each in notes)
+    assert told or not found.parts, "nothing that was tried explains weights that nobody named"
+    assert answer(found).endswith("No cause that was tried explains it.")
+
+
 @pytest.mark.parametrize("noise", [0.005, 0.02])
 def test_a_scaled_tensor_beside_older_weights(tmp_path: Path, model: Path, noise: float) -> None:
     older = older_of(model, tmp_path / "older", noise=noise)

@@ -162,6 +162,13 @@ def test_an_older_name_of_a_key_counts_as_the_newer(
 
 
 def test_a_script_of_slime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    critic = "--advantage-estimator ppo --gamma 0.99 --lambd 0.95 --critic-lr 5e-6 --custom-loss-function-path a.b"
+    config, recipe = port("run.sh", SLIME.replace("--advantage-estimator grpo", critic), tmp_path, monkeypatch)
+    assert (config.advantage.gamma, config.advantage.gae_lambda, config.critic.lr) == (0.99, 0.95, 5e-6)
+    assert "# custom_loss_function_path=a.b: a loss of your own is loss=path/to/file.py:Name" in recipe
+
+
+def test_a_script_of_slime_without_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = port("run.sh", SLIME, tmp_path, monkeypatch)
     assert config.correction == TISConfig() and config.run.num_steps == 7
     assert config.batch.prompts_per_step == 32 and config.batch.mini_batch_prompts == 8

@@ -25,6 +25,7 @@ from trainer.diagnose.routing import RoutingPart, routing_part
 from trainer.diagnose.rungs import arithmetic, fitted_temperature, quantized, rounded_weights
 from trainer.diagnose.scoring import Scoring
 from trainer.diagnose.shares import Effect, Share, shares
+from trainer.text.plain import counted
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ LEAST_PART = 1e-4
 OTHER_WEIGHTS = 20.0
 """If engine and trainer agree with each other this many times better than with the loaded model, the loaded weights are
 not those that they used."""
+FAR = 0.3
+"""A side whose misfit is above this share of another one is not explained beside it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +122,9 @@ def diagnose(scorer: LogprobScorer, settings: Settings, *, progress: Callable[[s
         said = _declared(side, definition, settings)
         found[side] = explain(case, definition, declared=said, is_apart=is_apart, progress=tell)
     _refuse_other_weights(evidence, found)
+    notes.extend(_other_trainer_notes(evidence, found))
     if (of_age := age_note(evidence)) is not None:
-        notes.append(of_age)
+        notes.append(of_age if scorer.num_weights > 1 else f"{of_age}. Name those weights: older=<directory>")
     return _divided(evidence, found, routing, notes)
 
 
@@ -166,7 +170,7 @@ def age_note(evidence: Evidence) -> str | None:
     of_old = k3_between(evidence.engine, evidence.trainer, old) * share / max(evidence_k3(evidence), 1e-300)
     oldest = int(evidence.lags[old].max())
     return (
-        f"{share:.0%} of the tokens were sampled with weights up to {oldest} optimizer steps old; "
+        f"{share:.0%} of the tokens were sampled with weights up to {counted(oldest, 'optimizer step')} old; "
         f"they have {of_old:.0%} of K3"
     )
 
@@ -198,6 +202,21 @@ def _refuse_other_weights(evidence: Evidence, found: dict[str, Explanation]) -> 
             "read, or both sides do something that is not said. Give model= the weights of the step, and say "
             "trainer_dtype=, rollout_dtype= and temperature="
         )
+
+
+def _other_trainer_notes(evidence: Evidence, found: dict[str, Explanation]) -> Iterator[str]:
+    """Yield what it may mean that the trainer's log-probs are far from the model's, and that no cause explains it."""
+    apart = float(misfit((evidence.engine - evidence.trainer)[evidence.mask]).mean())
+    trainer, engine = found["trainer"], found["engine"]
+    if trainer.left <= FAR * apart or trainer.left <= noise_of(trainer.case, trainer.scoring):
+        return
+    what = "the engine's are: the trainer had other weights, newer ones where training is asynchronous"
+    if engine.left > FAR * trainer.left:
+        what = "it may not hold the weights that the trainer had at this step"
+    yield (
+        f"the trainer's log-probs are not those of the model (misfit {trainer.left:.1e}, and {apart:.1e} between "
+        f"trainer and engine): {what}. Give model= the weights of the trainer, older= those before"
+    )
 
 
 def _divided(

@@ -32,9 +32,9 @@ def answer(diagnosis: Diagnosis) -> str:
     whole = f"K3 is {shown(diagnosis.k3)} nats per token."
     if _agrees(diagnosis):
         return f"{whole} Engine and trainer agree to the rounding of float32: there is nothing to change."
-    if not diagnosis.parts:
+    first = next(iter(diagnosis.faults or diagnosis.parts), None)
+    if first is None or first.share < LEAST_NAMED < diagnosis.unexplained.share:
         return f"{whole} No cause that was tried explains it."
-    first = (diagnosis.faults or diagnosis.parts)[0]
     share = _share(first)
     verdict = (
         f"{share} of it is there because the {first.side} {first.what}. Change: {first.remedy}."

@@ -223,7 +223,7 @@ def version(case: Case, base: Scoring) -> Iterator[Candidate]:
         yield Candidate(
             name="stale weights",
             what=number.what(best.body.share),
-            remedy="the sync of weights: see to it that this side gets the last one (rollout.schedule, staleness)",
+            remedy="the sync of weights: this side must get the last one (schedule=, schedule.max_staleness)",
             scoring=best,
             least_gain=0.2 if is_whole else 0.5,
             number=None if is_whole else number,

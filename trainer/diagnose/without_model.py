@@ -12,6 +12,7 @@ from trainer.diagnose.diagnosis import Diagnosis, Part
 from trainer.diagnose.evidence import Evidence, k3_between
 from trainer.diagnose.rungs import MOST_SLIPS
 from trainer.diagnose.shares import Share
+from trainer.text.plain import counted
 
 LEAST_GAIN = 0.8
 """Share of the misfit that a slip takes away: less can be chance where nothing else is known."""
@@ -70,14 +71,14 @@ def _of_age(evidence: Evidence, whole: float) -> Part | None:
     old, new = evidence.mask & (evidence.lags > 0), evidence.mask & (evidence.lags == 0)
     if not bool(old.any()) or not bool(new.any()):  # nothing to compare with
         return None
-    share = float(old.sum() / evidence.mask.sum())
+    share, oldest = float(old.sum() / evidence.mask.sum()), int(evidence.lags.max())
     part = whole - k3_between(evidence.engine, evidence.trainer, new)
     if part <= LEAST_OF_AGE * whole:
         return None
     return Part(
         side="engine",
         name="stale weights",
-        what=f"sampled {share:.0%} of the tokens with weights up to {int(evidence.lags.max())} optimizer steps old",
+        what=f"sampled {share:.0%} of the tokens with weights up to {counted(oldest, 'optimizer step')} old",
         remedy="the schedule: less asynchrony, or a correction that takes it (docs/corrections.md)",
         k3=part,
         share=part / whole,

@@ -142,8 +142,7 @@ class Saver:
         problem = f"the checkpoint of step {state.step} was not written: {reason}"
         if last or self._failures >= MAX_CONSECUTIVE_FAILURES:
             raise CheckpointError(
-                f"{problem}. {_free(self._run_dir)} Free space, lower checkpoint.keep or choose another run.dir; "
-                "earlier checkpoints are whole, go on from them with run.resume=auto."
+                f"{problem}. {_free(self._run_dir)} Free space, lower checkpoint.keep or choose another run.dir."
             )
         self._unsaved = self._unsaved or (lambda: state)  # the ranks still hold it, or a later one is kept
         logger.warning("%s. The run goes on; %d more may fail.", problem, MAX_CONSECUTIVE_FAILURES - self._failures - 1)

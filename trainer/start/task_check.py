@@ -128,7 +128,7 @@ def _memory_problems(config: TrainConfig, machine: Machine, *, uses_gpus: bool) 
             yield Problem(
                 key="model",
                 rule=f"must fit into {size(bytes_there)} of memory: weights, gradients and AdamW need {size(needed)}",
-                value=config.model.description,
+                value=config.model.description + " and its critic" * config.has_critic,
                 remedy=f"Use a smaller model or more GPUs, {elsewhere}",
             )
             return
