@@ -192,10 +192,10 @@ def _the_one(candidates: list[Columns], rows: Sequence[dict[str, Any]], *, colum
     # AIME and AMC files hold the same text as problem and as question; then either column is right.
     for other in candidates[1:]:
         if any((first.prompt(row), first.answer(row)) != (other.prompt(row), other.answer(row)) for row in rows):
-            raise ValueError(
-                f"{source}: the columns fit several layouts ({first}; {other}). "
-                "Choose with data.prompt_key and data.answer_key."
-            )
+            way = "Choose with data.prompt_key and data.answer_key."
+            if all(None in (first.prompt(row), other.prompt(row)) for row in rows):  # no choice fits all rows
+                way = "Each row has the columns of one of them: give all rows of a source the same columns."
+            raise ValueError(f"{source}: the columns fit several layouts ({first}; {other}). {way}")
     return first
 
 

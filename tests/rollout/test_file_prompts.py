@@ -77,6 +77,9 @@ def test_given_keys_come_first_and_leave_the_rest_to_be_recognised():
     assert (columns.prompt(row), columns.answer(row), str(columns)) == (
         "q", "l", "keys as given: prompt from question, answer from label",
     )  # fmt: skip
+    mixed = [{"question": "q", "answer": "a"}, {"problem": "p", "answer": "a"}]
+    with pytest.raises(ValueError, match="give all rows of a source the same columns"):
+        choose_columns(mixed, CONFIG, source="f")
     half = {"text": "t", "label": "l"}
     assert choose_columns([half], replace(CONFIG, prompt_key="text"), source="f").answer(half) == "l"
     with pytest.raises(
