@@ -136,6 +136,7 @@ def test_a_mistyped_file_of_a_recipe_is_found_beside_it(
         (["--num-steps=4"], "got '--num-steps=4'. Keys have no dashes: run.num_steps=4. See parity eval --help."),
         (["--dryrun"], "got '--dryrun'. Keys have no dashes: dryrun=<value>. See parity eval --help."),
         (["--bset"], "got '--bset'. Did you mean --best? See parity eval --help."),
+        (["--clip-grad", "8"], "got '--clip-grad=8'. Here it is optim.max_grad_norm=8. See parity eval --help."),
         (["--cfg", "job"], "got '--cfg'. It is a flag of parity train, parity resume. See parity eval --help."),
     ],
 )

@@ -5,6 +5,7 @@ Flags go through argparse. Words of the form key=value stay words: of the config
 
 from __future__ import annotations
 
+import re
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -21,6 +22,8 @@ DRY_RUN = "--dry-run"
 ON = "--on"
 HELP_FLAGS = ("-h", "--help")
 COMPLETION = "-sc"
+_VALUE = re.compile(r"\d[\d.]*(e-?\d+)?|true|false|[~./].*", re.IGNORECASE)
+"""A word behind an unknown flag that can only be its value."""
 
 
 class CommandParser(ArgumentParser):
@@ -65,8 +68,15 @@ class CommandParser(ArgumentParser):
                 # Words behind an unknown flag were not sorted: sort again without the flag, and without its value if it
                 # is a flag of another command.
                 valued = [flag for flag in unknown if any(parser.takes_value(flag) for parser in PARSERS.values())]
-                pairs = zip(["", *words], words, strict=False)
-                kept = [word for before, word in pairs if word not in unknown and before not in valued]
+                kept, flags = [], []
+                for before, word in zip(["", *words], words, strict=False):
+                    if word in unknown:
+                        flags.append(word)
+                    elif before in unknown and "=" not in before and _VALUE.fullmatch(word):
+                        flags[-1] += f"={word}"
+                    elif before not in valued:
+                        kept.append(word)
+                unknown = flags
                 parsed, _ = self.parse_known_intermixed_args(kept)
         except ArgumentError as error:
             # The words that belong to the flag are unknown, so the others cannot be checked.
