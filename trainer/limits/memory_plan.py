@@ -262,7 +262,7 @@ class MemoryPlan:
 
 
 def or_set(config: TrainConfig, *settings: str) -> str:
-    """ ", or set a.b=c or d.e=f" with those of `settings`, words of the command line, that the config does not have."""
+    """The end of a sentence, ", or set a.b=c or d.e=f", with those of `settings` that the config does not have."""
     pairs = [setting.split("=") for setting in settings]
     found = [f"{key}={value}" for key, value in pairs if as_yaml(attrgetter(key)(config)) != value]
     return f", or set {' or '.join(found)}" if found else ""
