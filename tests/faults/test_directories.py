@@ -34,6 +34,7 @@ def run_all(commands: list[list[str]], cwd: Path) -> list[tuple[int, str, str, l
 
 
 @pytest.mark.scenario(12)
+@pytest.mark.sglang
 def test_an_unusable_directory_is_one_line_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", num_steps=2)
     (tmp_path / "file").write_text("kept")

@@ -84,6 +84,7 @@ def test_a_server_that_is_killed_while_it_starts_is_reported_with_the_signal(tmp
     server.stop()
 
 
+@pytest.mark.sglang
 def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
     server = make_server(tmp_path, environment={})
     before = descendants()

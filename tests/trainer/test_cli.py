@@ -83,6 +83,7 @@ def test_a_command_that_cannot_be_understood(
 
 
 @pytest.mark.scenario(31)
+@pytest.mark.sglang
 def test_mistakes_are_reported_together_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
     outcome = parity(
         "train",
@@ -201,6 +202,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sglang
 def test_a_dry_run_of_a_sweep_prints_every_plan(tmp_path: Path) -> None:
     outcome = parity("train", "arithmetic_grpo", "-m", "correction=tis,bypass", "--dry-run", cwd=tmp_path)
     assert outcome.code == 0
@@ -248,6 +250,7 @@ def test_cfg_shows_a_config_that_is_not_complete_yet(tmp_path: Path) -> None:
     assert "data.eval_path must be set" in refused.err
 
 
+@pytest.mark.sglang
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     own = tmp_path / "own"
     (own / "correction").mkdir(parents=True)
@@ -273,6 +276,7 @@ def test_a_recipe_called_like_the_start_of_all_recipes_is_refused(tmp_path: Path
     assert "must not be called train.yaml" in outcome.err
 
 
+@pytest.mark.sglang
 def test_the_directory_of_a_sweep_can_be_named(tmp_path: Path) -> None:
     words = ("-m", "run.seed=0,1", "hydra.sweep.dir=there", "--dry-run")
     outcome = parity("train", "arithmetic_grpo", *words, cwd=tmp_path)

@@ -210,7 +210,7 @@ def test_build_config_does_not_raise_and_collects_every_component() -> None:
         ("correction.rollout_is_threshold=3", "Here it is correction.cap=3."),
         ("algorithm.rollout_correction.bypass_mode=true", "Here it is correction=bypass."),
         ("+algorithm.rollout_correction.rollout_is_threshold='0.5_5'", "correction.bound=mask correction.low=0.5"),
-        ("vllm_importance_sampling_cap=3", "Here it is correction.cap=3."),
+        ("vllm_importance_sampling_cap=3", "Here it is correction.high=3."),
         ("loss.clip_ratio_c=3", "Here it is loss.dual_clip=3."),
         ("correction.veto=1e-4", "Here it is correction.reject.veto=0.0001."),
         ("batch.num_generations=3", "Here it is batch.group_size=3."),
@@ -354,6 +354,7 @@ def test_the_directory_of_one_run_cannot_be_given_to_a_sweep() -> None:
     ]
 
 
+@pytest.mark.sglang
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "used").mkdir()
     (tmp_path / "used/metrics.jsonl").touch()

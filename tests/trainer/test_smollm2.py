@@ -266,6 +266,7 @@ def test_a_dry_run_reads_the_rows_in_the_template_of_a_cached_model(
 TWO_STEPS = [f"data.{part}_path=word_problems:two_steps@{part}" for part in ("train", "eval")]
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize(
     "words",
     [
