@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +397,17 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: lis
     write_bundle(numbers(), tmp_path / "b.safetensors")
     assert run(["diagnose", *[word.format(bundle=tmp_path / "b.safetensors") for word in words]]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_small_fault_does_not_hide_what_is_configured(tmp_path: Path) -> None:
+    """Only where all parts are small is nothing explained."""
+    _, scorer = with_tokens(save_model(tmp_path / "model"), temperature=1.4)
+    found = diagnose(scorer, Settings(temperature=1.0), progress=lambda text: None)
+    [fault], left = found.parts, replace(found.unexplained, share=0.06)
+    large = replace(fault, name="arithmetic", what="computes in bfloat16", share=0.91, is_declared=True, is_fault=False)
+    small = replace(fault, share=0.03)
+    assert "computes in bfloat16: 91%" in answer(replace(found, parts=(large, small), unexplained=left))
+    assert answer(replace(found, parts=(small,), unexplained=left)).endswith("No cause that was tried explains it.")
 
 
 def test_parts_add_up_in_the_table(tmp_path: Path) -> None:

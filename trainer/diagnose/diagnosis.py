@@ -19,7 +19,7 @@ from algorithms.kl import k3
 from rollout.config import DType, Quantization
 from trainer.diagnose.case import Candidate, Case, misfit
 from trainer.diagnose.evidence import Evidence, k3_between
-from trainer.diagnose.ladder import FLOAT32_NOISE, SOLVED, Explanation, explain, noise_of
+from trainer.diagnose.ladder import FLOAT32_NOISE, NOISE, SOLVED, Explanation, explain, noise_of
 from trainer.diagnose.logprob_scorer import LogprobScorer, OtherWeightsError
 from trainer.diagnose.routing import RoutingPart, routing_part
 from trainer.diagnose.rungs import arithmetic, fitted_temperature, quantized, rounded_weights
@@ -208,7 +208,7 @@ def _other_trainer_notes(evidence: Evidence, found: dict[str, Explanation]) -> I
     """Yield what it may mean that the trainer's log-probs are far from the model's, and that no cause explains it."""
     apart = float(misfit((evidence.engine - evidence.trainer)[evidence.mask]).mean())
     trainer, engine = found["trainer"], found["engine"]
-    if trainer.left <= FAR * apart or trainer.left <= noise_of(trainer.case, trainer.scoring):
+    if trainer.left <= max(FAR * apart, NOISE * noise_of(trainer.case, trainer.scoring)):
         return
     what = "the engine's are: the trainer had other weights, newer ones where training is asynchronous"
     if engine.left > FAR * trainer.left:

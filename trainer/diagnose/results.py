@@ -33,7 +33,7 @@ def answer(diagnosis: Diagnosis) -> str:
     if _agrees(diagnosis):
         return f"{whole} Engine and trainer agree to the rounding of float32: there is nothing to change."
     first = next(iter(diagnosis.faults or diagnosis.parts), None)
-    if first is None or first.share < LEAST_NAMED < diagnosis.unexplained.share:
+    if first is None or max(part.share for part in diagnosis.parts) < LEAST_NAMED < diagnosis.unexplained.share:
         return f"{whole} No cause that was tried explains it."
     share = _share(first)
     verdict = (
