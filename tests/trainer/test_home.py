@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import pytest
 import yaml
 from cli_process import parity
@@ -135,6 +136,7 @@ def test_words_of_the_command_line_and_values_of_python_know_the_home_directory(
     below = {n: f"{home}{v}" for n, v in expected.items()} if isinstance(expected, dict) else f"{home}{expected}"
     assert values_of(config)[key] == below
     python = {"advantage.estimator": "gae", "run.dir": "~/p", "cluster.env": {"A": Path("~/x")}, "critic.path": "./~/c"}
+    python |= {"optim.lr": np.float64(1e-3), "run.num_steps": np.int64(3)}
     config = api.load_config("arithmetic_grpo", python)
     assert (config.run.dir, config.cluster.env) == (f"{home}/p", {"A": f"{home}/x"})
     assert config.critic.path == "./~/c", "a directory of that name can still be meant"

@@ -174,7 +174,9 @@ def _written(value: object) -> str:
             return str(value).lower()
         case Enum():
             return value.name
-        case int() | float():
+        case float():
+            return repr(float(value))  # float64 of numpy is a float that names its type
+        case int():
             return repr(value)
         case Mapping():
             return f"{{{','.join(f'{key}:{_written(inner)}' for key, inner in value.items())}}}"
