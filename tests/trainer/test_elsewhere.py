@@ -226,6 +226,17 @@ def test_a_cache_without_room_is_told(tmp_path: Path) -> None:
     assert f"the cache of an engine has room for {plan.cache_tokens:,}" in problem.rule
 
 
+@pytest.mark.parametrize(("size", "keys"), [(8, []), (16, ["rollout.gpus_per_engine"])])
+def test_an_engine_is_on_one_machine(tmp_path: Path, size: int, keys: list[str]) -> None:
+    config = planned(tmp_path, DENSE)
+    assert isinstance(config.rollout, SGLangConfig)
+    config.rollout.num_engines, config.rollout.gpus_per_engine = 1, size / 2
+    config.rollout.engine_args = {"tp_size": size}
+    gpus = GPUS["H100-80GB"]._replace(name="H100-80GB", number=16)
+    problems = [*elsewhere_problems(memory_plan(config, device_bytes=gpus.memory), gpus)]
+    assert [problem.key for problem in problems] == keys
+
+
 def test_an_engine_holds_no_more_than_it_samples_at_once() -> None:
     few, all_of_them = (
         memory_plan(config_of("rollout=torch", f"rollout.max_batch_size={slots}"), device_bytes=None).engine

@@ -140,6 +140,11 @@ def elsewhere_problems(plan: MemoryPlan, gpus: Gpus) -> Iterator[Problem]:
     if config.num_gpus > gpus.number:
         rule = f"must name at least the {config.num_gpus:g} GPUs of the run"
         yield Problem(key="--on", rule=rule, value=f"{gpus.number}x{gpus.name}", remedy="Or give it fewer workers.")
+    if rollout.tp_size > GPUS_PER_MACHINE:
+        rule = (
+            f"must be spread over at most {GPUS_PER_MACHINE} GPUs, those of a machine, and tp_size is {rollout.tp_size}"
+        )
+        yield config.broken("rollout.gpus_per_engine", rule, "An engine is on one machine: use several of fewer GPUs.")
     if plan.rank is None or plan.engine is None:
         return
     if plan.rank.held > gpus.memory:
