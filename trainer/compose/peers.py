@@ -182,13 +182,17 @@ def peers() -> dict[str, Peer]:
 
 
 def peer_hint(path: list[str], value: object = None) -> str:
-    """What there is here in place of another trainer's key, as sentences; empty for other keys."""
+    """What there is here in place of another trainer's key, as sentences; empty for other keys.
+
+    Of several trainers the one that names most of the key answers, then one that has it by its name.
+    """
     parts = [part.replace("-", "_") for part in path]
-    rows = [(row, peer) for peer in peers().values() if (row := peer.row(parts))]
-    for _, peer in sorted(rows, key=lambda found: found[0][0]):
-        if answer := peer.answer(parts, value):
-            return answer.text()
-    return ""
+    found = []
+    for peer in peers().values():
+        if (row := peer.row(parts)) and (answer := peer.answer(parts, value)):
+            is_named = ".".join(parts[row[0] :]) in [*peer.keys][row[1]].split("|")
+            found.append((row[0], not is_named, answer))
+    return min(found, key=lambda each: each[:2])[2].text() if found else ""
 
 
 def peer_names(trainer: str, key: str) -> list[str]:
