@@ -39,7 +39,9 @@ def test_the_planted_fault_is_named_first(world: World, fault: str) -> None:
     assert found.faults, paragraph(found)
     assert found.faults[0].name in names, paragraph(found)
     assert not made.where or made.where in found.faults[0].what
-    assert abs(found.unexplained.k3) < 0.05 * found.k3
+    # Rounding in another order is known by its amount only: ten seeds left 0 to 20 % of it (docs/measured/diagnose.md).
+    most = 0.25 if fault == "arithmetic" else 0.05
+    assert abs(found.unexplained.k3) < most * found.k3
 
 
 @pytest.mark.parametrize("engine", [DType.float32, DType.bfloat16])
