@@ -11,8 +11,6 @@ from rollout.exact.activations import SiLU, sigmoid
 from rollout.exact.experts import Experts, is_part, replaced
 from rollout.model.text_part import LENGTH_DEPENDENT_ROPE
 
-"""Kinds of rotary embeddings that change with the length of the longest sequence of a batch."""
-
 
 def row_sums(values: Tensor) -> Tensor:
     """[N, V] -> [N, 1]: a row alone, which torch would split among threads, is added up like one of several."""

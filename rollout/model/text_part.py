@@ -25,7 +25,7 @@ def rope_length(model: Mapping[str, Any]) -> tuple[int | None, str]:
     """
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    length = model.get("max_position_embeddings") if kind in LENGTH_DEPENDENT_ROPE else None
-    for holder in (model, rope) if kind != "dynamic" and length is not None else ():
-        length = holder.get("original_max_position_embeddings") or length
-    return length, kind
+    if kind not in LENGTH_DEPENDENT_ROPE:
+        return None, kind
+    longest, original = model.get("max_position_embeddings"), "original_max_position_embeddings"
+    return (longest if kind == "dynamic" else rope.get(original) or model.get(original) or longest), kind

@@ -10,6 +10,7 @@ from algorithms.config import Problem
 from algorithms.config.rules import Rule, at_least, ruled
 from rollout.config import EngineConfig, EngineUse, PauseMode, Quantization, pause_problems
 from rollout.embedded.config import EmbeddedConfig
+from rollout.model.text_part import rope_length
 from rollout.weights.experts import BIASED, FAMILIES
 
 if TYPE_CHECKING:
@@ -104,8 +105,7 @@ class VLLMConfig(EmbeddedConfig):
             model.get("norm_topk_prob") or model.get("clip_qkv") is not None or model.get("rms_norm_eps", 1e-5) != 1e-5
         ):
             return "have norm_topk_prob=false, no clip_qkv and rms_norm_eps=1e-5, as the OLMoE of rollout=vllm"
-        rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-        if (rope.get("rope_type") or rope.get("type")) in ("longrope", "su"):
+        if rope_length(model)[1] in ("longrope", "su"):
             return "have other positions than longrope with rollout=vllm, which takes the factors of long texts for all"
         heads, width = model.get("num_attention_heads"), model.get("hidden_size")
         size = model.get("head_dim") or (width // heads if heads and width else None)
