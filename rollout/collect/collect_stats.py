@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -30,21 +32,17 @@ class Served:
 
 
 @dataclass(kw_only=True, slots=True)
-class CollectStats:
-    """Counts and times of collecting one step, from the end of the previous collection.
+class CollectCounts:
+    """Counts and times of collecting one step that a checkpoint keeps, as JSON values.
 
-    "Kept" samples are returned for training. All other samples are cost, or left over for the next step.
+    A step that is sampled ahead has them when the step before it is saved.
     """
 
-    policy_version: int = 0
-    """Policy version of the weights at the start of the step's training."""
     rounds: int = 0
     groups_generated: int = 0
     """Groups whose prompts were submitted for the first time."""
     groups_dropped: Counter[str] = field(default_factory=Counter)
     """Dropped groups by reason, the name of a rollout.collect.filters.DropReason."""
-    groups_left_over: int = 0
-    """Groups that are unfinished or waiting, for the next steps."""
     samples_generated: int = 0
     """Responses that ended without being aborted."""
     samples_dropped: Counter[str] = field(default_factory=Counter)
@@ -73,20 +71,53 @@ class CollectStats:
     """Response tokens, of this step and earlier ones, that were discarded."""
     all_lengths: list[int] = field(default_factory=list)
     """Response tokens so far of each sample of this step, kept, dropped or left over; only if order is completion."""
-    served: list[Served] = field(default_factory=list)
-    """All rounds of the step, dropped samples included."""
-    kept: list[SampleGroup] = field(default_factory=list)
     waited_s: float = 0.0
     """Seconds in which the driver waited for the engines."""
     sampling_s: float = 0.0
     """Seconds in which the engines sampled, mean over engines."""
     reward_s: float = 0.0
     """Seconds in which the driver waited for rewards."""
+
+    def count(self, group: SampleGroup) -> None:
+        """Count the valid samples of a decided group."""
+        self.samples_decided += len(group.samples)
+        self.samples_correct += sum(sample.correct is True for sample in group.samples)
+        if len(group.samples) > 1:
+            self.groups_compared += 1
+            self.groups_equal += min(group.rewards) == max(group.rewards)
+
+    def counts(self) -> dict[str, Any]:
+        """A copy of the counts by name."""
+        return {each.name: copy(getattr(self, each.name)) for each in fields(CollectCounts)}
+
+
+@dataclass(kw_only=True, slots=True)
+class CollectStats(CollectCounts):
+    """Counts and times of collecting one step, from the end of the previous collection.
+
+    "Kept" samples are returned for training. All other samples are cost, or left over for the next step.
+    """
+
+    policy_version: int = 0
+    """Policy version of the weights at the start of the step's training."""
+    groups_left_over: int = 0
+    """Groups that are unfinished or waiting, for the next steps."""
+    served: list[Served] = field(default_factory=list)
+    """All rounds of the step, dropped samples included; those since the resume, if the step began before it."""
+    kept: list[SampleGroup] = field(default_factory=list)
     past_end: int | None = None
     """Token with which the chat template ends an answer, if no response ends there."""
     seen_versions: set[int] = field(default_factory=set)
     scoring: ScoreStats = field(default_factory=ScoreStats)
     """Statistics of the scorer; responses without a score are not trained on."""
+
+    @classmethod
+    def of(cls, counts: Mapping[str, Any]) -> CollectStats:
+        """Statistics that go on from `counts`, as a checkpoint gives them back; from 0 where it has none."""
+        stats = cls()
+        for key, value in counts.items():
+            setattr(stats, key, Counter(value) if isinstance(value, dict) else value)
+        return stats
 
     @property
     def hidden_s(self) -> float:

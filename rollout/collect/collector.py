@@ -152,6 +152,7 @@ class Collector:
         stats.scoring = self._scorer.take_stats()
         stats.kept = [group.valid_samples() for group in self._kept]
         if len(self._kept) < self._least:
+            self._count_kept()
             raise RuntimeError(self._too_few(step))
         self._end_unfinished(step)
         stats.waited_s += time.monotonic() - begin - (stats.reward_s - scored_s)
@@ -163,12 +164,14 @@ class Collector:
         oldest_step = step - self._plan.max_staleness
         self._versions = {k: v for k, v in self._versions.items() if k >= oldest_step} | {step: policy_version}
         self.finish(step, policy_version)
+        self._count_kept()
         stats, self._stats, self._kept = self._stats, CollectStats(), []
         stats.policy_version, stats.past_end = policy_version, self._plan.past_end
         stats.groups_left_over = len(self._pending)
         sampling_s = self._sampler.sampling_s()
         # A restarted engine counts its sampling seconds from 0.
-        stats.sampling_s, self._sampling_s = max(0.0, sampling_s - self._sampling_s), sampling_s
+        stats.sampling_s += max(0.0, sampling_s - self._sampling_s)
+        self._sampling_s = sampling_s
         return Collected(groups=stats.kept, stats=stats)
 
     def take_reward_s(self) -> float:
@@ -187,12 +190,16 @@ class Collector:
             for group in [*self._kept, *self._pending]
         ]
         started_step, versions = self._seeds.step, [[step, version] for step, version in self._versions.items()]
+        counts = self._stats.counts()
+        if groups:
+            counts["sampling_s"] += max(0.0, self._sampler.sampling_s() - self._sampling_s)
         return lambda: CollectorState(
             started_step=started_step,
             versions=versions,
             temperature=self._sampling.temperature,
             truncation=self._sampling.truncation,
             groups=pack_groups(groups),
+            counts=counts,
         )
 
     def load_state_dict(self, state: CollectorState) -> None:
@@ -203,14 +210,16 @@ class Collector:
         """
         sampled = (state["temperature"], state.get("truncation", SamplingConfig().truncation))
         self._versions = {step: version for step, version in state["versions"]}
+        same = sampled == (self._sampling.temperature, self._sampling.truncation)
+        keeps_tokens = same and self._plan.max_staleness > 0
         self._pending = unpack_groups(
             state["groups"],
             prompt=self._prompts.prompt,
             request=self._request,
-            keeps_tokens=self._plan.max_staleness > 0
-            and sampled == (self._sampling.temperature, self._sampling.truncation),
+            keeps_tokens=keeps_tokens,
             group_size=self._plan.group_size,
         )
+        self._stats = CollectStats.of(state.get("counts", {}) if keeps_tokens else {})
         self._seeds = self._seeds_of(state["started_step"])
         for group in self._pending:
             for response in group.responses:
@@ -262,23 +271,24 @@ class Collector:
         while len(self._kept) < self._plan.prompts_per_step and (group := self._next()) is not None:
             self._pending.remove(group)
             scored = group.valid_samples()
-            stats.samples_decided += len(scored.samples)
-            stats.samples_correct += sum(sample.correct is True for sample in scored.samples)
-            if len(scored.samples) > 1:
-                stats.groups_compared += 1
-                stats.groups_equal += min(scored.rewards) == max(scored.rewards)
-            if self._is_too_old(group, step):
-                self._drop(group, DropReason.too_old)
-            elif len(scored.samples) < self._plan.min_group_size:
-                self._drop(group, DropReason.too_small)
-            elif (reason := self._refused(scored)) is not None:
-                self._drop(group, reason)
-            else:
+            if (reason := self._refused(group, scored, step)) is None:
                 self._kept.append(group)
-                stats.wasted_tokens += group.num_tokens - sum(s.num_response_tokens for s in scored.samples)
+            else:
+                stats.count(scored)
+                self._drop(group, reason)
 
-    def _refused(self, scored: SampleGroup) -> DropReason | None:
-        """The reason for which collect=dynamic does not keep a group; None if it is kept."""
+    def _count_kept(self) -> None:
+        """Count the kept groups, once: a run that goes on from a checkpoint of before decides them again."""
+        for group, scored in zip(self._kept, self._stats.kept, strict=True):
+            self._stats.count(scored)
+            self._stats.wasted_tokens += group.num_tokens - sum(s.num_response_tokens for s in scored.samples)
+
+    def _refused(self, group: PendingGroup, scored: SampleGroup, step: int) -> DropReason | None:
+        """The reason for which a group is not kept; None if it is kept. `scored` are its valid samples."""
+        if self._is_too_old(group, step):
+            return DropReason.too_old
+        if len(scored.samples) < self._plan.min_group_size:
+            return DropReason.too_small
         if not isinstance(self._collect, DynamicCollectConfig):
             return None
         if self._collect.filter is not None:
@@ -321,7 +331,10 @@ class Collector:
             self._dispatcher.stop(unfinished, step=step, stats=self._stats)
         if self._collect.order is CollectOrder.completion:
             responses = [response for group in [*self._kept, *unfinished] for response in group.responses]
-            self._stats.all_lengths = [each.num_tokens for each in responses if each.num_tokens]
+            # A step that was complete before a resume has them from the checkpoint, with those of dropped groups.
+            self._stats.all_lengths = self._stats.all_lengths or [
+                each.num_tokens for each in responses if each.num_tokens
+            ]
 
     # ---------------------------------------------------------------- errors that end the run
 

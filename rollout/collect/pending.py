@@ -11,7 +11,7 @@ import base64
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -129,6 +129,8 @@ class CollectorState(TypedDict):
     """top_p, top_k and min_p of the tokens; absent in older checkpoints, whose tokens have no truncation."""
     groups: list[GroupState]
     """Unfinished groups in the order of submission."""
+    counts: NotRequired[dict[str, Any]]
+    """What `CollectStats.counts` says of the step under way; absent in older checkpoints."""
 
 
 def pack_groups(groups: Iterable[PendingGroup]) -> list[GroupState]:

@@ -64,7 +64,7 @@ def test_one_step_off_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_p
     train(compose("arithmetic_grpo", *words, "run.resume=auto", f"run.dir={parted}"))
     mine, theirs = metrics_of(parted), metrics_of(whole)
     keys = ("reward/mean", "mismatch/k3", "optim/grad_norm", "rollout/response_tokens", "rollout/lag_mean")
+    keys += ("rollout/groups_generated", "rollout/generated_tokens", "reward/generated_accuracy")
     for key in keys:
         assert column(mine, key) == column(theirs, key), key
     assert mine[-1]["eval/accuracy_sampled"] == theirs[-1]["eval/accuracy_sampled"]
-    assert column(mine, "rollout/groups_generated")[4] == 0

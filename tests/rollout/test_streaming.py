@@ -378,6 +378,37 @@ def test_a_checkpoint_keeps_which_tokens_a_tool_wrote(engine):  # noqa: F811
     assert not all(s.response_mask[s.num_prompt_tokens :].all() for group in whole for s in group.samples)
 
 
+AHEAD = {
+    "fixed": FixedCollectConfig(),
+    "dynamic": DYNAMIC,
+    "completion": replace(DYNAMIC, order=CollectOrder.completion),
+}
+
+
+@pytest.mark.parametrize("collect", AHEAD.values(), ids=AHEAD)
+def test_a_checkpoint_keeps_the_counts_of_a_step_sampled_ahead(engine, collect):  # noqa: F811
+    """Saved and gone on with after every step, while the rollout of the next one is done: schedule=one_step_off."""
+
+    def run(*, interrupted):
+        sampler = Shuffled(engine, min)
+        collector, prompts = make(sampler, collect, max_staleness=1)
+        for step in (1, 2, 3):
+            groups, stats = collector.collect(step, step - 1)
+            found = stats.counts() | stats.metrics()
+            yield groups, {key: found[key] for key in found if not key.endswith("_s") and "perf/" not in key}
+            collector.finish(step + 1, step - 1)
+            sampler.version = step
+            while SCORER.unfinished:  # samples of groups that were dropped meanwhile
+                SCORER.poll(1.0)
+            if interrupted and step < 3:
+                state = json.loads(json.dumps([collector.state_dict(), prompts.state_dict()]))
+                collector, prompts = make(sampler, collect, max_staleness=1)
+                prompts.load_state_dict(state[1])
+                collector.load_state_dict(state[0])
+
+    assert list(run(interrupted=True)) == list(run(interrupted=False))
+
+
 def test_a_step_sampled_ahead_has_the_weights_it_began_with(engine):  # noqa: F811
     sampler = Shuffled(engine, min)
     collector, prompts = make(sampler, DynamicCollectConfig(max_rounds=20), max_staleness=1)
