@@ -326,6 +326,23 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         diagnose(scorer, Settings(temperature=1.0), progress=lambda text: None)
 
 
+@pytest.mark.parametrize("with_older", [True, False])
+def test_newer_weights_than_those_of_the_step_are_refused(tmp_path: Path, with_older: bool) -> None:
+    """Both sides had the weights before; the engine's temperature alone makes K3."""
+    path, newer = save_model(tmp_path / "model"), tmp_path / "newer"
+    bundle, _ = with_tokens(path, temperature=1.02)
+    model = Qwen2ForCausalLM.from_pretrained(path)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.004 * torch.randn_like(weight))
+    model.save_pretrained(newer)
+    models = [newer, path] if with_older else [newer]
+    scorer = LogprobScorer([models], evidence_of(bundle, max_tokens=999))
+    with pytest.raises(OtherWeightsError, match="both have the weights model" if with_older else "neither with the"):
+        diagnose(scorer, Settings(temperature=1.0), progress=lambda text: None)
+
+
 def test_responses_are_chosen_evenly_among_those_that_count() -> None:
     found = evidence_of(numbers(), max_tokens=20)
     assert found.lengths == [LENGTHS[0], LENGTHS[2]]

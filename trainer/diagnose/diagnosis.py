@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_PART = 1e-4
 """Share of K3 below which a part is not named that nobody declared."""
-OTHER_WEIGHTS = 20.0
+OTHER_WEIGHTS = 5.0
 """If engine and trainer agree with each other this many times better than with the loaded model, the loaded weights are
 not those that they used."""
 FAR = 0.3
@@ -121,7 +121,7 @@ def diagnose(scorer: LogprobScorer, settings: Settings, *, progress: Callable[[s
         definition = base.with_body(replays=base.body.replays or (side == "engine" and routing is not None))
         said = _declared(side, definition, settings)
         found[side] = explain(case, definition, declared=said, is_apart=is_apart, progress=tell)
-    _refuse_other_weights(evidence, found)
+    _refuse_other_weights(scorer, found)
     notes.extend(_other_trainer_notes(evidence, found))
     if (of_age := age_note(evidence)) is not None:
         notes.append(of_age if scorer.num_weights > 1 else f"{of_age}. Name those weights: older=<directory>")
@@ -190,8 +190,18 @@ def _temperature_of(case: Case, base: Scoring, notes: list[str]) -> Scoring:
     return replace(base, temperature=temperature)
 
 
-def _refuse_other_weights(evidence: Evidence, found: dict[str, Explanation]) -> None:
-    """Raise OtherWeightsError where the two sides agree much better than either does with the model."""
+def _refuse_other_weights(scorer: LogprobScorer, found: dict[str, Explanation]) -> None:
+    """Raise OtherWeightsError where the two sides agree much better than either does with the model.
+
+    So they do, too, where both have the same older weights: what these change is no part of K3.
+    """
+    evidence, older = scorer.evidence, {(each.scoring.body.weights, each.scoring.body.share) for each in found.values()}
+    if len(older) == 1 and (source := older.pop()[0]):
+        raise OtherWeightsError(
+            f"engine and trainer both have the weights {scorer.names[source]} and not those of model=: the tokens were "
+            f"sampled and trained on before {scorer.names[0]} was made. Give model= the weights "
+            f"{scorer.names[source]}, and older= those before them"
+        )
     apart = float(misfit((evidence.engine - evidence.trainer)[evidence.mask]).mean())
     noises = [noise_of(each.case, each.scoring) for each in found.values()]
     left = min(each.left for each in found.values())
