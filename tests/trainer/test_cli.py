@@ -168,7 +168,9 @@ def test_an_unknown_recipe_and_flag_are_reported_together(tmp_path: Path) -> Non
         (["--cfg", "jobb"], "invalid choice: 'jobb'"),
         (["--resolve"], "--resolve has no effect without --cfg"),
         (["--use-tis"], "flag is not known, got '--use-tis'. Here it is correction=tis correction.cap="),
-        (["--config-name", "x"], "flag is not known, got '--config-name'."),
+        (["--config-name", "x"], "flag is not known, got '--config-name=x'."),
+        (["--advantage-estimator", "grpo"], "Here it is advantage.estimator=grpo."),
+        (["--kl-loss-type", "low_var_kl", "--colocate", "run.seed=3"], "Here it is reference.estimator=k3."),
         (["--experimental-rerun", "x.pickle"], "flag is not known, got '--experimental-rerun'."),
     ],
 )

@@ -12,6 +12,7 @@ from algorithms.config import Aggregation, Bound, CustomConfig, Estimator, KLEst
 from algorithms.config.loss import CISPOConfig, GSPOConfig, SAPOConfig
 from algorithms.config.rejection import RejectConfig
 from algorithms.config.spec import RejectedDenominator
+from rollout.config import Routing
 from trainer.cli.port import run_port
 from trainer.compose.compose import resolve
 from trainer.compose.peer_page import BEGIN, generated
@@ -174,6 +175,60 @@ def test_a_script_of_slime_without_a_critic(tmp_path: Path, monkeypatch: pytest.
     assert config.batch.prompts_per_step == 32 and config.batch.mini_batch_prompts == 8
     assert config.loss == PPOClipConfig(clip_low=0.1, clip_high=0.28, aggregation=Aggregation.seq_mean_token_mean)
     assert config.advantage.estimator is Estimator.grpo and config.policy.num_workers == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("--global-batch-size 64 --lr-warmup-iters 10", 3),  # 4 optimizer steps in a rollout step
+        ("--num-steps-per-rollout 2 --lr-warmup-iters 10", 5),
+        ("--global-batch-size 64 --lr-warmup-fraction 0.3", 2),
+    ],
+)
+def test_a_warm_up_of_slime_counts_optimizer_steps(
+    words: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = port("run.sh", SLIME.replace("--global-batch-size 64", words), tmp_path, monkeypatch)
+    assert config.optim.warmup_rollout_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("script", "replays"),
+    [
+        (VERL, "actor_rollout_ref.actor.router_replay.mode=R3 trainer.default"),
+        (VERL, "actor_rollout_ref.rollout.enable_rollout_routing_replay=True trainer.default"),
+        (SLIME, "--use-rollout-routing-replay --num-rollout"),
+        (TRL, ""),
+    ],
+)
+def test_experts_are_replayed_only_if_the_script_says_so(
+    script: str, replays: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "train.py" if script is TRL else "run.sh"
+    for given, routing in (("", Routing.live), (replays, Routing.replay))[: 1 + bool(replays)]:
+        directory = tmp_path / routing.value
+        directory.mkdir()
+        text = script.replace("--num-rollout" if script is SLIME else "trainer.default", given) if given else script
+        assert port(name, text, directory, monkeypatch)[0].policy.routing is routing
+
+
+def test_a_response_of_verl_is_divided_by_its_kept_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = VERL.replace("rollout_rs=seq_mean_k1", "rollout_rs=token_k1")
+    text = text.replace("actor.clip_ratio_high=0.28", "actor.loss_agg_mode=seq-mean-token-mean")
+    config, _ = port("run.sh", text, tmp_path, monkeypatch)
+    assert isinstance(config.correction, CustomConfig)
+    assert config.correction.rejected_denominator is RejectedDenominator.drop
+
+
+@pytest.mark.parametrize(
+    ("name", "script", "given"),
+    [("run.sh", VERL, "trainer.total_training_steps=30"), ("train.py", TRL, "output_dir")],
+)
+def test_epochs_of_a_silent_script_are_told(
+    name: str, script: str, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, recipe = port(name, script.replace(given, given if script is TRL else ""), tmp_path, monkeypatch)
+    assert re.search(r"# \S*epochs=\S+: depends on the number of prompts; set run.num_steps", recipe)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class CommandParser(ArgumentParser):
                 for before, word in zip(["", *words], words, strict=False):
                     if word in unknown:
                         flags.append(word)
-                    elif before in unknown and "=" not in before and _VALUE.fullmatch(word):
+                    elif before in unknown and "=" not in before and _is_value(word, before, kept):
                         flags[-1] += f"={word}"
                     elif before not in valued:
                         kept.append(word)
@@ -97,6 +97,13 @@ class CommandParser(ArgumentParser):
             hint = f"Keys have no dashes: {_key_of(name.lstrip('-'))}={value or '<value>'}."
         remedy = f"{hint} See {self.prog} --help.".strip()
         return Problem(key="flag", rule="is not known", value=flag, remedy=remedy)
+
+
+def _is_value(word: str, flag: str, before: Sequence[str]) -> bool:
+    """True if `word` belongs to an unknown `flag`: it is no name, or a trainer has the flag and a recipe is there."""
+    has_recipe = any("=" not in each for each in before)
+    is_of_peer = bool(peer_hint(flag.lstrip("-").split("."), "true"))
+    return _VALUE.fullmatch(word) is not None or (has_recipe and is_of_peer and not re.match(r"-|\+*[\w./@]+=", word))
 
 
 def _key_of(name: str) -> str:
