@@ -55,6 +55,8 @@ def trained(
     """One step on one rank -> its metrics, and the bytes of every weight afterwards."""
     batch = pack_samples([samples], num_ranks=1, max_tokens=1000, policy_version=0)
     with lone_worker(config, model_path) as worker:
+        with torch.no_grad():  # as the comparison of log-probs at every start: it leaves the root's weights gathered
+            worker._policy.model(batch.ranks[0][0].micro_batches[0], temperature=1.0)
         report = worker.train(batch.ranks[0], batch.samples, 1)
         weights = [parameter.to_local().numpy().tobytes() for parameter in worker._policy.model.state_dict().values()]
     return report.metrics, weights

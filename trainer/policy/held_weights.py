@@ -90,6 +90,7 @@ def _held_weights(model: ScoringModel, config: TrainConfig) -> Iterator[None]:
     Takes the memory of one more copy of this rank's weights, as the gradients do later in the step.
     """
     before: list[tuple[Tensor, Tensor]] = []
+    _forget_gathered(model)  # after a forward without a backward the root's parameters are the gathered copies
     # Engines that get no adapter hold the sum of a weight and its adapter.
     added = {} if config.sends_adapter else updates(model.causal_lm)
     try:
