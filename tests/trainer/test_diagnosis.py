@@ -339,7 +339,7 @@ def test_newer_weights_than_those_of_the_step_are_refused(tmp_path: Path, with_o
     model.save_pretrained(newer)
     models = [newer, path] if with_older else [newer]
     scorer = LogprobScorer([models], evidence_of(bundle, max_tokens=999))
-    with pytest.raises(OtherWeightsError, match="both have the weights model" if with_older else "neither with the"):
+    with pytest.raises(OtherWeightsError, match="those of the weights model" if with_older else "neither with the"):
         diagnose(scorer, Settings(temperature=1.0), progress=lambda text: None)
 
 

@@ -191,16 +191,17 @@ def _temperature_of(case: Case, base: Scoring, notes: list[str]) -> Scoring:
 
 
 def _refuse_other_weights(scorer: LogprobScorer, found: dict[str, Explanation]) -> None:
-    """Raise OtherWeightsError where the two sides agree much better than either does with the model.
+    """Raise OtherWeightsError where the trainer has older weights than the model, or both sides have others.
 
-    So they do, too, where both have the same older weights: what these change is no part of K3.
+    The weights of a step are those of its trainer: what older ones of both sides change is no part of K3.
     """
-    evidence, older = scorer.evidence, {(each.scoring.body.weights, each.scoring.body.share) for each in found.values()}
-    if len(older) == 1 and (source := older.pop()[0]):
+    evidence, body = scorer.evidence, found["trainer"].scoring.body
+    if body.weights and body.share == 1:
+        name = scorer.names[body.weights]
         raise OtherWeightsError(
-            f"engine and trainer both have the weights {scorer.names[source]} and not those of model=: the tokens were "
-            f"sampled and trained on before {scorer.names[0]} was made. Give model= the weights "
-            f"{scorer.names[source]}, and older= those before them"
+            f"the trainer's log-probs are those of the weights {name}, not of {scorer.names[0]}, which was made later: "
+            f"the weights of a step are those that it begins with. Give model= the weights {name}, and older= those "
+            "before them"
         )
     apart = float(misfit((evidence.engine - evidence.trainer)[evidence.mask]).mean())
     noises = [noise_of(each.case, each.scoring) for each in found.values()]
