@@ -181,8 +181,9 @@ class EngineConfig(Checked):
         """Bytes that an engine takes of each of its GPUs, of `gpu_bytes` each; None: what weights and cache need."""
         return None
 
-    def static_bytes(self, gpu_bytes: int, *, sleeps: bool) -> int:
-        """Bytes of each of its GPUs in which an engine can have weights and cache; `sleeps`: it is there alone."""
+    def static_bytes(self, gpu_bytes: int, *, held: int, sleeps: bool) -> int:
+        """Bytes of each of its GPUs in which an engine can have weights and cache; `sleeps`: it is there alone. `held`:
+        what a rank has there when the engine starts."""
         return int((1 if sleeps else self.gpu_share) * gpu_bytes)
 
     @abstractmethod

@@ -246,10 +246,10 @@ class SGLangConfig(EngineConfig):
     def taken_bytes(self, gpu_bytes: int) -> int | None:
         return int(self.engine_args.get("mem_fraction_static", self.gpu_share) * gpu_bytes) + ENGINE_BYTES
 
-    def static_bytes(self, gpu_bytes: int, *, sleeps: bool) -> int:
+    def static_bytes(self, gpu_bytes: int, *, held: int, sleeps: bool) -> int:
         own = 1 - min(OWN_GPU_RESERVE / gpu_bytes, OWN_GPU_RESERVE_SHARE)
         share = SLEEPING_SHARE if sleeps else min(self.gpu_share, own)
-        return int(self.engine_args.get("mem_fraction_static", share) * gpu_bytes)
+        return int(self.engine_args.get("mem_fraction_static", share) * (gpu_bytes - held))
 
     def build(self, setup: EngineSetup) -> Engine:
         from rollout.sglang.engine import SGLangEngine

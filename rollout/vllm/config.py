@@ -86,7 +86,7 @@ class VLLMConfig(EmbeddedConfig):
     def taken_bytes(self, gpu_bytes: int) -> int | None:
         return None if self.held_tokens else int(self.memory_share(sleeps=False) * gpu_bytes) + CONTEXT_BYTES
 
-    def static_bytes(self, gpu_bytes: int, *, sleeps: bool) -> int:
+    def static_bytes(self, gpu_bytes: int, *, held: int, sleeps: bool) -> int:
         return max(0, int(self.memory_share(sleeps=sleeps) * gpu_bytes) - self.work_bytes)
 
     def context_length(self, model: Mapping[str, Any]) -> int | None:

@@ -28,7 +28,7 @@ from trainer.limits.elsewhere import (
     step_seconds,
 )
 from trainer.limits.gpus import GPUS, Gpus, gpus_named
-from trainer.limits.memory_plan import memory_plan
+from trainer.limits.memory_plan import CONTEXT_BYTES, memory_plan
 
 DATA = ("data.train_path=some/data@train", "data.eval_path=some/data@test")
 DENSE, MIXTURE = "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-30B-A3B-Base"
@@ -103,6 +103,26 @@ def test_a_dense_model_by_hand(tmp_path: Path) -> None:
     config.schedule = config_of("schedule=one_step_off").schedule  # no rule is checked
     apart = seconds(config)
     assert apart.step == pytest.approx(max(apart.rollout, apart.log_probs + apart.training) + apart.sync)
+
+
+def test_an_engine_beside_an_awake_rank_has_its_share_of_what_is_left(tmp_path: Path) -> None:
+    words = ("batch.prompts_per_step=16", "batch.mini_batch_prompts=8", "sampling.max_new_tokens=101", "cluster.residency=never")
+    config = planned(tmp_path, DENSE, *words, "reward.overlong_buffer_tokens=10")
+    gpu, num = GPUS["H200-141GB"], 7_615_616_512
+    assert (config.policy.num_workers, config.rollout.gpu_share) == (8, 0.5)
+    left = gpu.memory - 4 * num // 8 - CONTEXT_BYTES  # float32 shards of the rank, which starts first
+    assert memory_plan(config, device_bytes=gpu.memory).cache_tokens == (int(0.5 * left) - 2 * num) // 57_344
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "parameters"])
+def test_a_rank_that_fits_at_no_length_is_refused_with_a_way_out(tmp_path: Path, offload: str) -> None:
+    """The update of policy.offload=optimizer has the states of AdamW on the GPU too."""
+    config = planned(tmp_path, DENSE, "policy.num_workers=2", "rollout.num_engines=2", f"policy.offload={offload}")
+    gpus = GPUS["A100-40GB"]._replace(name="A100-40GB", number=2)
+    found = list(elsewhere_problems(memory_plan(config, device_bytes=gpus.memory), gpus))
+    refused = [problem for problem in found if problem.key == "policy.num_workers"]
+    assert len(refused) == (offload != "parameters")
+    assert all("policy.offload=parameters" in problem.remedy for problem in refused)
 
 
 def test_a_mixture_by_hand(tmp_path: Path) -> None:
@@ -212,14 +232,14 @@ def test_a_cache_without_room_is_told(tmp_path: Path) -> None:
     gpus = GPUS["H100-80GB"]._replace(name="H100-80GB", number=8)
     plan = memory_plan(config, device_bytes=gpus.memory)
     assert at_a_time(plan, 5120) == (0, 0)
-    # Weights of 7.6 billion parameters in 16 bits; a tenth of 79.6 GiB.
+    # Weights of 7.6 billion parameters in 16 bits; a tenth of what 79.6 GiB have left beside an awake rank.
     [problem] = elsewhere_problems(plan, gpus)
-    assert "the weights take 14.2 GiB of the 7.96 GiB that an engine has" in problem.rule
+    assert "the weights take 14.2 GiB of the 7.41 GiB that an engine has" in problem.rule
     config.rollout.engine_args = {"mem_fraction_static": 0.8}
     plan = memory_plan(config, device_bytes=gpus.memory)
     assert list(elsewhere_problems(plan, gpus)) == []
     [problem] = elsewhere_problems(plan, gpus._replace(memory_mib=4096))
-    assert problem.key == "policy.num_workers" and "a rank needs 14.2 GiB at any length" in problem.rule
+    assert problem.key == "policy.num_workers" and "at any length, and a GPU has 4 GiB" in problem.rule
     config.sampling.max_new_tokens = plan.cache_tokens
     [problem] = elsewhere_problems(plan, gpus)
     assert problem.key == "sampling.max_new_tokens"

@@ -108,7 +108,7 @@ def test_the_key_decides_where_it_is_set() -> None:
         assert "the rank alone" in told and "WHICH MAY NOT FIT" in told and "activation_checkpoint_every=1" in told
         saving = replace(apart, policy=replace(apart.policy, activation_checkpoint_every=1))
         [*_, told] = memory_plan(saving, device_bytes=device_bytes // 2).verdicts
-        assert "WHICH MAY NOT FIT" in told and "policy.offload=optimizer" in told and "checkpoint" not in told
+        assert "WHICH MAY NOT FIT" in told and "policy.offload=parameters" in told and "checkpoint" not in told
     fits = memory_plan(apart, device_bytes=int((rank + CONTEXT_BYTES) / USABLE) + 100)
     assert fits.verdict == "nothing sleeps: no GPU is shared" and len(fits.verdicts) == 1
 

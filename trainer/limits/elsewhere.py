@@ -147,10 +147,10 @@ def elsewhere_problems(plan: MemoryPlan, gpus: Gpus) -> Iterator[Problem]:
         yield config.broken("rollout.gpus_per_engine", rule, "An engine is on one machine: use several of fewer GPUs.")
     if plan.rank is None or plan.engine is None:
         return
-    if plan.rank.held > gpus.memory:
-        rule = f"must be higher: a rank needs {size(plan.rank.held)} at any length, and a GPU has {size(gpus.memory)}"
+    if plan.rank.least > gpus.memory:
+        rule = f"must be higher: a rank needs {size(plan.rank.least)} at any length, and a GPU has {size(gpus.memory)}"
         yield config.broken(
-            "policy.num_workers", rule, f"More ranks hold less each{or_set(config, 'policy.offload=optimizer')}."
+            "policy.num_workers", rule, f"More ranks hold less each{or_set(config, 'policy.offload=parameters')}."
         )
     whole = batch_shape(config).prompt_tokens + config.sampling.max_new_tokens
     remedy = "Spread an engine over more GPUs (tp_size of rollout.engine_args), or give it more of each "
@@ -184,7 +184,7 @@ def elsewhere_lines(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[str, str]]:
         if not at_a_time(plan, mean)[1]:
             continue
         fast, slow = (step_seconds(plan, gpus, mean, by) for by in (FAST, SLOW))
-        phases = [f"{name} {_range(low, high)}" for name, low, high in zip(fast._fields, fast, slow, strict=True)]
+        phases = [f"{name} {_range(low, high)}" for name, low, high in zip(fast._fields, fast, slow, strict=True) if high]
         whole = f"{counted(num_steps, 'step')} {_range(num_steps * fast.step, num_steps * slow.step)}"
         yield "time", f"{responses}: {', '.join(phases)}; {whole}"
     yield (
@@ -199,4 +199,5 @@ def elsewhere_lines(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[str, str]]:
     trained = adapter_parameters(linear_shapes(config), lora) if lora.rank else plan.shape.num_parameters
     each = STATE_BYTES * (trained + (critic.num_parameters if critic else 0))
     most = config.checkpoint.keep + (config.checkpoint.best_metric is not None) + 1 if config.checkpoint.every else 0
-    yield "disk", f"run.dir grows to {size(most * each + dumps)}, with {most} checkpoints of {size(each)}"
+    checkpoints = f"{most} checkpoints of {size(each)}" if most else "no checkpoint (checkpoint.every=0)"
+    yield "disk", f"run.dir grows to {size(most * each + dumps)}, with {checkpoints}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout.config import DType, Routing
 from rollout.data.arithmetic import MAX_OPERAND
@@ -91,20 +91,19 @@ class RankMemory:
                 return self.working
 
     @property
-    def held(self) -> int:
-        """Bytes on the training device that no length of a sequence changes."""
-        match self.offload:
-            case Offload.none:
-                return self.weights + self.gradients + self.optimizer
-            case Offload.optimizer:
-                return self.weights + self.gradients
-            case Offload.parameters:
-                return 0
+    def least(self) -> int:
+        """The same where no activation is kept: no length of a sequence lowers it."""
+        return replace(self, activations=0, backward=0).on_device
+
+    @property
+    def weights_on_device(self) -> int:
+        """Bytes of the shards that are on the training device between steps."""
+        return 0 if self.offload is Offload.parameters else self.weights
 
     @property
     def moved(self) -> int:
         """Bytes that a rank moves from the training device to the host when it sleeps; gradients are dropped."""
-        return max(0, self.held - self.gradients)
+        return self.weights_on_device + (self.optimizer if self.offload is Offload.none else 0)
 
     @property
     def on_host(self) -> int:

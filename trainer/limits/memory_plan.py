@@ -48,7 +48,7 @@ SAVING_KEYS = (
     "policy.activation_checkpoint_every=1 or policy.dtype=bfloat16"
 )
 """Keys that lower the memory of the host that a run without GPUs needs."""
-RANK_SAVINGS = ("policy.activation_checkpoint_every=1", "policy.offload=optimizer")
+RANK_SAVINGS = ("policy.activation_checkpoint_every=1", "policy.offload=parameters")
 """Settings that lower the memory of its GPU that a rank needs."""
 GPU_HOST_KEYS = (
     "policy.num_workers or rollout.num_engines, or set policy.offload=none, checkpoint.asynchronous=false or "
@@ -97,7 +97,11 @@ class MemoryPlan:
 
     def engine_room(self, gpu_bytes: int) -> int:
         """Bytes of each of its GPUs, of `gpu_bytes`, that an engine has for weights and cache."""
-        return min(int(USABLE * gpu_bytes), self.config.rollout.static_bytes(gpu_bytes, sleeps=self.takes_turns))
+        held = 0
+        if self.rank is not None and self.config.shares_gpus and not self.takes_turns:  # the rank is there before it
+            held = self.rank.weights_on_device + CONTEXT_BYTES
+        taken = self.config.rollout.static_bytes(gpu_bytes, held=held, sleeps=self.takes_turns)
+        return max(0, min(int(USABLE * gpu_bytes), taken))
 
     @property
     def routes_bytes(self) -> int:
@@ -148,13 +152,13 @@ class MemoryPlan:
         if self.rank is None or self.engine is None:
             return None
         policy, rollout = self.config.policy, self.config.rollout
-        of_rank = self.rank.on_host + (0 if policy.gpus_per_worker else self.rank.held)
+        of_rank = self.rank.on_host + (0 if policy.gpus_per_worker else self.rank.least)
         return policy.num_workers * of_rank + (0 if rollout.gpus_per_engine else self.engine.weights)
 
     @property
     def least_device_bytes(self) -> int | None:
         """Bytes of its GPU that a rank needs at any length; None without a GPU, or if the model's size is unknown."""
-        return self.rank.held if self.rank is not None and self.config.policy.gpus_per_worker else None
+        return self.rank.least if self.rank is not None and self.config.policy.gpus_per_worker else None
 
     @property
     def host_verdict(self) -> str:
