@@ -70,6 +70,8 @@ def _messages_in(text: str) -> list[Any] | None:
         return None
     found = written_value(text)
     if isinstance(found, dict):
+        found = _rows_of_columns(found)
+    if isinstance(found, dict):
         found = [found] if _names_role(found) else next((found[key] for key in CONVERSATION_KEYS if key in found), None)
     is_list = isinstance(found, list) and bool(found)
     return found if is_list and all(isinstance(each, dict) and _names_role(each) for each in found) else None

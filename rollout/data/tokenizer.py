@@ -25,10 +25,13 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     AutoTokenizer picks a class by the model type in config.json, and many a class keeps only the vocabulary of
     tokenizer.json: a tokenizer of words beside a Qwen2 model becomes one of byte pairs, without a warning.
 
-    Raises whatever the readers of transformers raise.
+    Raises whatever the readers of transformers raise, and ValueError for a tokenizer of special tokens alone, which
+    AutoTokenizer makes where the files of the vocabulary are missing.
     """
     kind = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
     tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(directory, trust_remote_code=False)
+    if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):
+        raise ValueError("it has special tokens alone: tokenizer.json, which holds the vocabulary, is missing")
     return tokenizer
 
 

@@ -94,6 +94,8 @@ READ = [
     (str({"messages": [ASKED]}), "[user]2+3?[assistant]"),
     *((form(np.array([ASKED, {**ASKED, "content": "it's ['a' 'b'] {1} {2}"}])),
        "[user]2+3?[user]it's ['a' 'b'] {1} {2}[assistant]") for form in (str, repr)),
+    (str({"role": np.array(["user"], dtype=object), "content": np.array(["2+3?"], dtype=object)}),
+     "[user]2+3?[assistant]"),
     ("\ufeff" + json.dumps({"messages": [ASKED]}), "[user]2+3?[assistant]"),
     ({"role": ["user"], "content": ["2+3?"]}, "[user]2+3?[assistant]"),
     ([ASKED, {"role": "assistant", "content": None, "reasoning_content": "5", "tool_calls": []}, ASKED],

@@ -61,6 +61,15 @@ def test_no_end_of_sequence_token_is_invented(tmp_path: Path) -> None:
     assert load_tokenizer(directory).eos_token_id is None
 
 
+def test_a_directory_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
+    """AutoTokenizer makes one of special tokens alone there, under which every text is empty."""
+    directory = word_level(tmp_path, model_type="qwen2")
+    (directory / "tokenizer.json").unlink()
+    assert not AutoTokenizer.from_pretrained(directory)("2 + 3").input_ids
+    with pytest.raises(ValueError, match=r"tokenizer\.json, which holds the vocabulary, is missing"):
+        load_tokenizer(directory)
+
+
 @pytest.mark.parametrize("kind", [Qwen2Tokenizer, GPT2Tokenizer, LlamaTokenizer, GemmaTokenizer])
 def test_the_tokenizers_of_common_models_are_read_as_transformers_reads_them(tmp_path: Path, kind: type) -> None:
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "\u2581", "ab", "\u0120\u0120"]
