@@ -106,8 +106,8 @@ def test_a_dense_model_by_hand(tmp_path: Path) -> None:
 
 
 def test_an_engine_beside_an_awake_rank_has_its_share_of_what_is_left(tmp_path: Path) -> None:
-    words = ("batch.prompts_per_step=16", "batch.mini_batch_prompts=8", "sampling.max_new_tokens=101", "cluster.residency=never")
-    config = planned(tmp_path, DENSE, *words, "reward.overlong_buffer_tokens=10")
+    words = ("batch.prompts_per_step=16", "batch.mini_batch_prompts=8", "sampling.max_new_tokens=101")
+    config = planned(tmp_path, DENSE, *words, "reward.overlong_buffer_tokens=10", "cluster.residency=never")
     gpu, num = GPUS["H200-141GB"], 7_615_616_512
     assert (config.policy.num_workers, config.rollout.gpu_share) == (8, 0.5)
     left = gpu.memory - 4 * num // 8 - CONTEXT_BYTES  # float32 shards of the rank, which starts first

@@ -184,7 +184,8 @@ def elsewhere_lines(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[str, str]]:
         if not at_a_time(plan, mean)[1]:
             continue
         fast, slow = (step_seconds(plan, gpus, mean, by) for by in (FAST, SLOW))
-        phases = [f"{name} {_range(low, high)}" for name, low, high in zip(fast._fields, fast, slow, strict=True) if high]
+        seconds = zip(fast._fields, fast, slow, strict=True)
+        phases = [f"{name} {_range(low, high)}" for name, low, high in seconds if high]
         whole = f"{counted(num_steps, 'step')} {_range(num_steps * fast.step, num_steps * slow.step)}"
         yield "time", f"{responses}: {', '.join(phases)}; {whole}"
     yield (
