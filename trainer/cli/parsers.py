@@ -68,7 +68,7 @@ class CommandParser(ArgumentParser):
                 # Words behind an unknown flag were not sorted: sort again without the flag, and without its value if it
                 # is a flag of another command.
                 valued = [flag for flag in unknown if any(parser.takes_value(flag) for parser in PARSERS.values())]
-                kept, flags = [], []
+                kept, flags = list[str](), list[str]()
                 for before, word in zip(["", *words], words, strict=False):
                     if word in unknown:
                         flags.append(word)
