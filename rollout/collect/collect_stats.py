@@ -87,8 +87,10 @@ class CollectCounts:
             self.groups_equal += min(group.rewards) == max(group.rewards)
 
     def counts(self) -> dict[str, Any]:
-        """A copy of the counts by name."""
-        return {each.name: copy(getattr(self, each.name)) for each in fields(CollectCounts)}
+        """A copy of the counts by name, as JSON values."""
+        found = {each.name: copy(getattr(self, each.name)) for each in fields(CollectCounts)}
+        # `dataclasses.asdict` would count the pairs of a Counter.
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in found.items()}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -216,6 +216,9 @@ class SGLangConfig(EngineConfig):
         return self.engine_args.get("context_length", EngineConfig.context_length(self, model))
 
     def model_rule(self, model: Mapping[str, Any]) -> str:
+        heads = model.get("num_attention_heads")
+        if isinstance(heads, int) and heads % self.tp_size:
+            return f"have a number of heads that tp_size={self.tp_size} of rollout.engine_args divides, not {heads}"
         if model.get("model_type") not in FAMILIES:
             return ""
         if model["model_type"] == "deepseek_v3":

@@ -6,7 +6,7 @@ The answers are those of a real engine; a test decides when each comes back.
 import json
 import random
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 from samplers import Shuffled
@@ -378,6 +378,14 @@ def test_a_checkpoint_keeps_which_tokens_a_tool_wrote(engine):  # noqa: F811
     assert not all(s.response_mask[s.num_prompt_tokens :].all() for group in whole for s in group.samples)
 
 
+@dataclass
+class Saved:
+    """As the state of a run holds both in a checkpoint."""
+
+    collector: object
+    prompts: object
+
+
 AHEAD = {
     "fixed": FixedCollectConfig(),
     "dynamic": DYNAMIC,
@@ -401,7 +409,8 @@ def test_a_checkpoint_keeps_the_counts_of_a_step_sampled_ahead(engine, collect):
             while SCORER.unfinished:  # samples of groups that were dropped meanwhile
                 SCORER.poll(1.0)
             if interrupted and step < 3:
-                state = json.loads(json.dumps([collector.state_dict(), prompts.state_dict()]))
+                saved = asdict(Saved(collector.state_dict(), prompts.state_dict()))
+                state = [*json.loads(json.dumps(saved)).values()]
                 collector, prompts = make(sampler, collect, max_staleness=1)
                 prompts.load_state_dict(state[1])
                 collector.load_state_dict(state[0])
