@@ -215,6 +215,11 @@ def test_a_wrong_name_is_refused_and_too_few_gpus_are_told(tmp_path: Path, capsy
     shown, refused = capsys.readouterr()
     assert "needs 4 CPU and 8 GPU; 4 x H100-80GB of 79.6 GiB are elsewhere: TOO FEW" in shown
     assert "--on must name at least the 8 GPUs of the run, got '4xH100-80GB'" in refused
+    of_three = ["+rollout.engine_args.tp_size=3", "rollout.num_engines=1", "rollout.gpus_per_engine=3"]
+    assert run([*words, "16xH100-80GB", *of_three, "policy.gpus_per_worker=1"]) == 2
+    assert "heads that tp_size=3 of rollout.engine_args divides, not 28" in capsys.readouterr().err
+    assert run([*words, "8xH100-80GB", "sampling.max_new_tokens=32768"]) == 2
+    assert "sampling.max_new_tokens" in capsys.readouterr().err  # config.json has 32,768 positions
     assert run([*words, "8xRTX-4090-24GB"]) == 0
     shown = capsys.readouterr().out
     assert "the rank alone" in shown and "WHICH MAY NOT FIT" in shown
@@ -239,7 +244,7 @@ def test_a_cache_without_room_is_told(tmp_path: Path) -> None:
     plan = memory_plan(config, device_bytes=gpus.memory)
     assert list(elsewhere_problems(plan, gpus)) == []
     [problem] = elsewhere_problems(plan, gpus._replace(memory_mib=4096))
-    assert problem.key == "policy.num_workers" and "at any length, and a GPU has 4 GiB" in problem.rule
+    assert problem.key == "policy.num_workers" and "a rank needs 14.2 GiB at any length, and a GPU has 4 GiB" in problem.rule
     config.sampling.max_new_tokens = plan.cache_tokens
     [problem] = elsewhere_problems(plan, gpus)
     assert problem.key == "sampling.max_new_tokens"

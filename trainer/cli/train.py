@@ -6,7 +6,7 @@ trains one more step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +22,15 @@ from trainer.cli.sweep import COMMAND, place_in_wandb
 from trainer.compose.catalog import find_recipe, recipe_files
 from trainer.compose.compose import resolve, tree_text
 from trainer.config.paths import recipe_dir
+from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
 from trainer.ending.exit_codes import DONE, refuse, report
 from trainer.limits.elsewhere import elsewhere_problems
 from trainer.limits.gpus import Gpus
 from trainer.limits.memory_plan import memory_plan
+from trainer.limits.model_shape import UnknownShapeError, model_directory
 from trainer.rundir.run_dir import CONFIG_FILE
-from trainer.start.task_check import missing_model_problems
+from trainer.start.task_check import context_problems, engine_problems, missing_model_problems
 from trainer.text.plain import command_line, to_stderr, to_stdout
 
 
@@ -108,7 +110,20 @@ def _plan_elsewhere(
     to_stdout(render_plans(resolution, data=[], gpus=gpus))
     plans = (memory_plan(config, device_bytes=gpus.memory) for config in configs)
     found = [problem for plan in plans for problem in elsewhere_problems(plan, gpus)]
+    found += [problem for config in configs for problem in _described_problems(config)]
     return report(found, command=command) if found else DONE
+
+
+def _described_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield why the model of a config.json does not suit the engines of the run."""
+    if not isinstance(config.model, HFModelConfig):
+        return
+    try:
+        directory = model_directory(config.model.path, config.model.revision)
+    except UnknownShapeError:
+        return  # the plan says so
+    yield from engine_problems(config, directory)
+    yield from context_problems(config, directory, longest_prompt=None)
 
 
 def _show(recipe: Path, arguments: RecipeArguments, problems: list[Problem], *, command: str) -> int:

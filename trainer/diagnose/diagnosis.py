@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_PART = 1e-4
 """Share of K3 below which a part is not named that nobody declared."""
+ROUNDING = 1e-9
+"""Share of K3 that the sum of the parts may miss by its own rounding."""
 OTHER_WEIGHTS = 5.0
 """If engine and trainer agree with each other this many times better than with the loaded model, the loaded weights are
 not those that they used."""
@@ -253,6 +255,7 @@ def _divided(
     whole = evidence_k3(evidence)
     kept = [each for each in parts if each.is_declared or abs(each.k3) > LEAST_PART * whole]
     rest = whole - sum(part.k3 for part in kept)
+    rest = 0.0 if abs(rest) < ROUNDING * whole else rest
     return Diagnosis(
         evidence=evidence,
         k3=whole,

@@ -93,6 +93,14 @@ def explain(
         if best.case is not None:
             case = replace(case, target=best.case.target + case.target - behind.target, mask=best.case.mask)
         behind = _behind(behind, scoring, best)
+        # What a larger cause hid may be there after all.
+        scoring = best.scoring
+        for candidate in tuple(absent):
+            there = replace(candidate, scoring=scoring.changed_as(base, candidate.scoring))
+            if not _is_absent(*behind.multiple(scoring, there.scoring)):
+                absent.remove(candidate)
+                causes.append(there)
+                scoring, behind = there.scoring, _behind(behind, scoring, there)
         causes = _needed(behind, base, causes, least=LEAST_OF_WHOLE * whole)
         scoring = causes[-1].scoring
         behind = behind.along(scoring, _numbers(causes))

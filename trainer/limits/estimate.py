@@ -92,8 +92,8 @@ class RankMemory:
 
     @property
     def least(self) -> int:
-        """The same where no activation is kept: no length of a sequence lowers it."""
-        return replace(self, activations=0, backward=0).on_device
+        """Those of weights, gradients and AdamW alone: no length of a sequence lowers them."""
+        return replace(self, gathered=0, activations=0, backward=0).on_device
 
     @property
     def weights_on_device(self) -> int:

@@ -150,15 +150,7 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
             yield found
         elif found is not None:
             yield from _context_problems(config, found)
-            yield from _exact_problems(config, found)
-            if rule := config.rollout.model_rule(text_part(described(found))):
-                yield Problem(
-                    key="model.path",
-                    rule=f"must {rule}",
-                    value=config.model.path,
-                    remedy="Use another model, or rollout=torch.",
-                )
-            yield from _routing_problems(config, is_mixture=has_experts(found))
+            yield from engine_problems(config, found)
         return
     is_mixture = isinstance(config.model, ArithmeticModelConfig) and config.model.num_experts > 0
     yield from _routing_problems(config, is_mixture=is_mixture)
@@ -170,6 +162,15 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
     # A cache that cannot be written to may hold the model already.
     if not any(cache.glob(f"{config.model.kind}-*")) and (unusable := unusable_problem("$PARITY_CACHE", cache)):
         yield unusable
+
+
+def engine_problems(config: TrainConfig, directory: Path) -> Iterator[Problem]:
+    """Yield the problems of the model in `directory` with the engines of the run; its config.json is enough."""
+    yield from _exact_problems(config, directory)
+    if rule := config.rollout.model_rule(text_part(described(directory))):
+        remedy = "Use another model, or rollout=torch."
+        yield Problem(key="model.path", rule=f"must {rule}", value=config.model.description, remedy=remedy)
+    yield from _routing_problems(config, is_mixture=has_experts(directory))
 
 
 def _routing_problems(config: TrainConfig, *, is_mixture: bool) -> Iterator[Problem]:
