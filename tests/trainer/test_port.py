@@ -192,6 +192,17 @@ def test_a_warm_up_of_slime_counts_optimizer_steps(
     assert config.optim.warmup_rollout_steps == steps
 
 
+def test_evaluation_and_warm_up_of_verl_are_those_of_a_silent_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "actor_rollout_ref.rollout.top_p=0.9 actor_rollout_ref.rollout.top_k=50 trainer.critic_warmup=5 "
+    text = VERL.replace("adv_estimator=grpo", "adv_estimator=gae").replace("trainer.default", f"{words}trainer.default")
+    config, _ = port("run.sh", text, tmp_path, monkeypatch)
+    assert (config.sampling.top_p, config.sampling.top_k) == (0.9, 50)
+    assert (config.eval.top_p, config.eval.top_k) == (1, -1)
+    assert config.critic.warmup_rollout_steps == 4, "verl's step 5 trains the policy"
+
+
 @pytest.mark.parametrize(
     ("script", "replays"),
     [
@@ -348,7 +359,7 @@ def test_a_script_of_trl_gets_the_gpus_that_it_has_there(
 
 
 def test_top_p_gets_the_top_k_that_a_server_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = (("--rollout-top-p 0.9", 256, None), ("--eval-top-p 0.7", -1, 256))
+    cases = (("--rollout-top-p 0.9", 256, None), ("--eval-top-p 0.7", -1, None))
     cases += (("--rollout-top-p 0.9 --rollout-top-k 20", 20, None),)
     for number, (words, sampled, evaluated) in enumerate(cases):
         directory = tmp_path / str(number)
@@ -438,7 +449,7 @@ GRPOTrainer("/models/a", args=parser.parse(), train_dataset=load_dataset("json",
 
 
 def test_what_parity_refuses_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = 'importance_sampling_level="sequence", top_p=3, num_generations=64'
+    words = 'use_vllm=True, importance_sampling_level="sequence", top_p=3, num_generations=64'
     config, recipe = port("run.py", TRL.replace("use_vllm=True", words), tmp_path, monkeypatch)
     assert type(config.loss).__name__ == "GSPOConfig" and config.sampling.top_p == 1
     assert lines_of(recipe, "# loss.clip_low=0.2: ") and lines_of(recipe, "# sampling.top_p=3: ")

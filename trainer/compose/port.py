@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,6 @@ import yaml
 
 from algorithms.config import Problem
 from algorithms.config.rules import describe
-from rollout.config import SamplingConfig
 from trainer.compose.compose import resolve
 from trainer.compose.peer_script import Script
 from trainer.compose.peers import DEPENDS, NOTHING, Peer, Settings, as_text, peers
@@ -66,9 +65,9 @@ def ported(script: Script, peer: Peer, *, source: str) -> tuple[str, list[Proble
     for key in ("model.path", "data.train_path", "data.eval_path"):
         if key not in words:
             notes.append(f"# {key}: the script names none that can be read; set it")
-    for key, top_k in _kept(words):
-        words[key] = top_k
-        notes.append(f"# {key}={top_k}: with top_p or min_p SGLang returns the kept tokens, which top_k must bound")
+    if _needs_top_k(words):
+        words["sampling.top_k"] = str(TOP_K)
+        notes.append(f"# sampling.top_k={TOP_K}: with top_p or min_p SGLang returns the kept tokens, which this bounds")
     defaults = own_defaults()
     prompt, response, both = (_parsed(words.get(key, as_text(defaults[key]))) for key in LONGEST)
     if isinstance(prompt, int) and isinstance(response, int) and isinstance(both, int) and prompt + response > both:
@@ -122,16 +121,11 @@ def _recipe(words: Mapping[str, str]) -> str:
     return f"{head}\n{body}"
 
 
-def _kept(words: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield key and value of each top_k that a server needs with a top_p or min_p, and that a script leaves open."""
-    sampling = SamplingConfig()
-    for section in ("sampling", "eval") if words.get("rollout") != "torch" else ():
-        given = {name: _parsed(words.get(f"{section}.{name}", "")) for name in ("top_p", "top_k", "min_p")}
-        numbers: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, int | float)}
-        sampling = replace(sampling, **numbers)
-        if sampling.is_truncated and sampling.top_k == -1:
-            sampling.top_k = TOP_K
-            yield f"{section}.top_k", str(sampling.top_k)
+def _needs_top_k(words: Mapping[str, str]) -> bool:
+    """True if a server needs a top_k beside the top_p or min_p of a script that leaves it open."""
+    top_p, min_p, top_k = (_parsed(words.get(f"sampling.{name}", "")) for name in ("top_p", "min_p", "top_k"))
+    is_cut = (isinstance(top_p, int | float) and top_p < 1) or (isinstance(min_p, int | float) and min_p > 0)
+    return words.get("rollout") != "torch" and is_cut and top_k in ("", -1)
 
 
 def translated(
