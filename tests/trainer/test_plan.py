@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,20 @@ def arithmetic_config() -> TrainConfig:
 
 def plan(config: TrainConfig, *, machine: Machine = MACHINE) -> str:
     return render_plan(config, machine=machine, output_dir=Path("/somewhere/out"))
+
+
+def test_what_a_run_writes_is_compared_with_its_disk() -> None:
+    """Weights and two moments in float32; two checkpoints stay while a third is written."""
+    config = arithmetic_config()
+    each, free = 12 * model_shape(config).num_parameters, shutil.disk_usage("/").free
+    config.checkpoint.every, config.checkpoint.keep = 1, 2
+    line = next(line for line in plan(config).splitlines() if line.startswith("disk"))
+    assert f"grows to {size(3 * each)}, with 3 checkpoints of {size(each)}; " in line and line.endswith("free: enough")
+    config.checkpoint.keep = free // each
+    line = next(line for line in plan(config).splitlines() if line.startswith("disk"))
+    assert line.endswith("free: TOO LITTLE")
+    config.checkpoint.every = 0
+    assert re.search(r"^disk +run\.dir has no checkpoint \(checkpoint\.every=0\)$", plan(config), re.MULTILINE)
 
 
 def test_batch_arithmetic_by_hand(tmp_path: Path) -> None:

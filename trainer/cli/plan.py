@@ -5,6 +5,7 @@ The plan depends on the configuration and this machine only: no torch, no Ray, n
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,15 +22,18 @@ from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
 from trainer.limits.elsewhere import elsewhere_lines
-from trainer.limits.estimate import batch_shape, dump_bytes, model_shape
+from trainer.limits.estimate import batch_shape, critic_shape, dump_bytes, model_shape
 from trainer.limits.gpus import Gpus
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
-from trainer.limits.model_shape import UnknownShapeError
+from trainer.limits.model_shape import ModelShape, UnknownShapeError
 from trainer.rundir.resume import begins, saved_state
 from trainer.rundir.run_dir import how_to_go_on, needs_no_step, newest_saved_step, steps_taken
 from trainer.text.plain import counted, size
 from trainer.tracking.wandb_run import default_name, wandb_run
+
+STATE_BYTES = 12
+"""Bytes per trained parameter in a checkpoint: float32 weight and two moments."""
 
 
 def render_plans(resolution: Resolution, *, data: Sequence[str], gpus: Gpus | None = None) -> str:
@@ -88,6 +92,8 @@ def _facts(config: TrainConfig, machine: Machine | Gpus, output_dir: Path) -> It
         yield "guard", f"watches {watched}; goes as far as {config.guard.highest.name}"
     yield "evaluation", _evaluation(config)
     yield "checkpoints", _checkpoints(config)
+    if memory.shape is not None:
+        yield "disk", _disk(config, memory.shape, None if gpus else output_dir)
     if config.dump.every:
         yield "dumps", _dumps(config)
     yield (
@@ -95,6 +101,23 @@ def _facts(config: TrainConfig, machine: Machine | Gpus, output_dir: Path) -> It
         f"{output_dir}: metrics.jsonl, samples.jsonl, evaluations.jsonl, histograms.jsonl, report, logs, config.yaml",
     )
     yield "tracking", _tracking(config, output_dir)
+
+
+def _disk(config: TrainConfig, shape: ModelShape, run_dir: Path | None) -> str:
+    """Bytes that a run writes, and what the disk of `run_dir` has free; None of a disk that is elsewhere."""
+    checkpoint, critic, lora = config.checkpoint, critic_shape(config), config.policy.lora
+    trained = adapter_parameters(linear_shapes(config), lora) if lora.rank else shape.num_parameters
+    each = STATE_BYTES * (trained + (critic.num_parameters if critic else 0))
+    # One is written while the others stay.
+    most = checkpoint.keep + (checkpoint.best_metric is not None) + 1 if checkpoint.every else 0
+    needed = most * each + (config.dump.keep * dump_bytes(config) if config.dump.every else 0)
+    checkpoints = f"{most} checkpoints of {size(each)}" if most else "no checkpoint (checkpoint.every=0)"
+    grows = f"run.dir grows to {size(needed)}, with {checkpoints}" if needed else f"run.dir has {checkpoints}"
+    if run_dir is None or not needed:
+        return grows
+    there = next(place for place in (run_dir, *run_dir.absolute().parents) if place.is_dir())
+    free = shutil.disk_usage(there).free
+    return f"{grows}; its disk has {size(free)} free: {'TOO LITTLE' if needed > free else 'enough'}"
 
 
 def _tracking(config: TrainConfig, run_dir: Path) -> str:

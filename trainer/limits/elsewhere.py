@@ -13,7 +13,7 @@ from typing import NamedTuple
 from algorithms.config import Problem
 from trainer.config.training import Offload
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
-from trainer.limits.estimate import DTYPE_BYTES, batch_shape, critic_shape, dump_bytes
+from trainer.limits.estimate import DTYPE_BYTES, batch_shape
 from trainer.limits.floors import (
     GroupLengths,
     Lengths,
@@ -29,8 +29,6 @@ from trainer.text.plain import counted, duration, size
 
 GPUS_PER_MACHINE = 8
 GOLDEN = (math.sqrt(5) - 1) / 2
-STATE_BYTES = 12
-"""Bytes per trained parameter in a checkpoint: float32 weight and two moments."""
 MEANS = (1 / 4, 1 / 2, 1)
 """Mean of the responses, in lengths of the longest: nobody knows it before the run."""
 
@@ -195,10 +193,3 @@ def elsewhere_lines(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[str, str]]:
         f"{gpus.link / 1e9:g} GB/s between GPUs; {SLOW.network / 1e9:g} to {FAST.network / 1e9:g} between machines, "
         f"{SLOW.host / 1e9:g} to {FAST.host / 1e9:g} to the host; the mean is a guess too. Nothing of it was measured",
     )
-    dumps = config.dump.keep * dump_bytes(config) if config.dump.every else 0
-    critic, lora = critic_shape(config), config.policy.lora
-    trained = adapter_parameters(linear_shapes(config), lora) if lora.rank else plan.shape.num_parameters
-    each = STATE_BYTES * (trained + (critic.num_parameters if critic else 0))
-    most = config.checkpoint.keep + (config.checkpoint.best_metric is not None) + 1 if config.checkpoint.every else 0
-    checkpoints = f"{most} checkpoints of {size(each)}" if most else "no checkpoint (checkpoint.every=0)"
-    yield "disk", f"run.dir grows to {size(most * each + dumps)}, with {checkpoints}"
