@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -276,9 +276,11 @@ class Collector:
             else:
                 stats.count(scored)
                 self._drop(group, reason)
+                self._add_lengths([group])
 
     def _count_kept(self) -> None:
         """Count the kept groups, once: a run that goes on from a checkpoint of before decides them again."""
+        self._add_lengths(self._kept)
         for group, scored in zip(self._kept, self._stats.kept, strict=True):
             self._stats.count(scored)
             self._stats.wasted_tokens += group.num_tokens - sum(s.num_response_tokens for s in scored.samples)
@@ -319,6 +321,7 @@ class Collector:
             self._drop(group, DropReason.too_old)
             self._pending.remove(group)
         self._dispatcher.stop(old, step=step, stats=self._stats)
+        self._add_lengths(old)
 
     def _end_unfinished(self, step: int) -> None:
         """Treat the unfinished groups as the plan says, after the step has all its groups."""
@@ -329,12 +332,13 @@ class Collector:
                 self._drop(group, DropReason.surplus)
         if self._plan.unfinished is not UnfinishedGroups.run:
             self._dispatcher.stop(unfinished, step=step, stats=self._stats)
+        self._add_lengths(unfinished)
+
+    def _add_lengths(self, groups: Iterable[PendingGroup]) -> None:
+        """Count the lengths of groups that the step is done with, where the order of admission depends on them."""
         if self._collect.order is CollectOrder.completion:
-            responses = [response for group in [*self._kept, *unfinished] for response in group.responses]
-            # A step that was complete before a resume has them from the checkpoint, with those of dropped groups.
-            self._stats.all_lengths = self._stats.all_lengths or [
-                each.num_tokens for each in responses if each.num_tokens
-            ]
+            responses = [response for group in groups for response in group.responses]
+            self._stats.all_lengths += [each.num_tokens for each in responses if each.num_tokens]
 
     # ---------------------------------------------------------------- errors that end the run
 

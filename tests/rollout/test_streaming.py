@@ -403,6 +403,12 @@ def test_a_checkpoint_keeps_the_counts_of_a_step_sampled_ahead(engine, collect):
         for step in (1, 2, 3):
             groups, stats = collector.collect(step, step - 1)
             found = stats.counts() | stats.metrics()
+            if collect.order is CollectOrder.completion:  # dropped groups too
+                assert (
+                    sum(stats.all_lengths)
+                    == stats.generated_tokens
+                    > sum(s.num_response_tokens for g in groups for s in g.samples)
+                )
             yield groups, {key: found[key] for key in found if not key.endswith("_s") and "perf/" not in key}
             collector.finish(step + 1, step - 1)
             sampler.version = step
