@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pwd
 from dataclasses import fields
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -129,6 +130,14 @@ WORDS = {
 }
 
 
+class Texts(StrEnum):
+    none = "a group"
+
+
+class Numbers(IntEnum):
+    one = 1
+
+
 @pytest.mark.parametrize("word", WORDS)
 def test_words_of_the_command_line_and_values_of_python_know_the_home_directory(home: Path, word: str) -> None:
     key, expected = WORDS[word]
@@ -137,7 +146,9 @@ def test_words_of_the_command_line_and_values_of_python_know_the_home_directory(
     assert values_of(config)[key] == below
     python = {"advantage.estimator": "gae", "run.dir": "~/p", "cluster.env": {"A": Path("~/x")}, "critic.path": "./~/c"}
     python |= {"optim.lr": np.float64(1e-3), "run.num_steps": np.int64(3)}
+    python |= {"tracking.group": Texts.none, "run.seed": Numbers.one}
     config = api.load_config("arithmetic_grpo", python)
+    assert (config.tracking.group, config.run.seed) == ("a group", 1), "not their names"
     assert (config.run.dir, config.cluster.env) == (f"{home}/p", {"A": f"{home}/x"})
     assert config.critic.path == "./~/c", "a directory of that name can still be meant"
 

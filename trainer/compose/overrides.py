@@ -172,8 +172,8 @@ def _written(value: object) -> str:
             return "null"
         case bool():
             return str(value).lower()
-        case Enum():
-            return value.name
+        case Enum():  # one of the user that is a text or a number is that; Parity's have names alone
+            return _written(value.value) if isinstance(value, str | int) else value.name
         case float():
             return repr(float(value))  # float64 of numpy is a float that names its type
         case int():
