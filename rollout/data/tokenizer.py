@@ -28,9 +28,10 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     Raises whatever the readers of transformers raise, and ValueError for a tokenizer of special tokens alone, which
     AutoTokenizer makes where the files of the vocabulary are missing.
     """
-    kind = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
+    is_whole = (directory / "tokenizer.json").is_file()
+    kind = PreTrainedTokenizerFast if is_whole else AutoTokenizer
     tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(directory, trust_remote_code=False)
-    if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):
+    if not is_whole and len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):
         raise ValueError("it has special tokens alone: tokenizer.json, which holds the vocabulary, is missing")
     return tokenizer
 

@@ -197,6 +197,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
         "placement",
         "evaluation",
         "checkpoints",
+        "disk",
         "files",
         "tracking",
     ]

@@ -220,7 +220,7 @@ def test_build_config_does_not_raise_and_collects_every_component() -> None:
         ("rollout.n=8", "Here it is batch.group_size=8."),
         ("actor_rollout_ref.rollout.val_kwargs.n=4", "Here it is eval.samples=4."),
         ("actor_rollout_ref.rollout.val_kwargs.top_p=0.7", "Here it is eval.top_p=0.7."),
-        ("trainer.total_epochs=15", "run.num_steps counts rollout steps: an epoch has prompts / batch."),
+        ("trainer.total_epochs=15", "set run.num_steps, of which an epoch has prompts / batch.prompts_per_step."),
     ],
 )
 def test_a_key_of_another_trainer_is_translated(word: str, expected: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -115,9 +116,11 @@ def _disk(config: TrainConfig, shape: ModelShape, run_dir: Path | None) -> str:
     grows = f"run.dir grows to {size(needed)}, with {checkpoints}" if needed else f"run.dir has {checkpoints}"
     if run_dir is None or not needed:
         return grows
-    there = next(place for place in (run_dir, *run_dir.absolute().parents) if place.is_dir())
-    free = shutil.disk_usage(there).free
-    return f"{grows}; its disk has {size(free)} free: {'TOO LITTLE' if needed > free else 'enough'}"
+    for place in (run_dir.absolute(), *run_dir.absolute().parents):
+        with suppress(OSError):  # it is not there yet, or can never be: its rule says so
+            free = shutil.disk_usage(place).free
+            return f"{grows}; its disk has {size(free)} free: {'TOO LITTLE' if needed > free else 'enough'}"
+    return grows
 
 
 def _tracking(config: TrainConfig, run_dir: Path) -> str:
