@@ -190,8 +190,9 @@ class Collector:
             for group in [*self._kept, *self._pending]
         ]
         started_step, versions = self._seeds.step, [[step, version] for step, version in self._versions.items()]
-        counts = self._stats.counts()
-        if groups:
+        # A step that failed, for want of a judge for example, begins anew when the run goes on.
+        counts = self._stats.counts() if self._finished_step == self._seeds.step else {}
+        if groups and counts:
             counts["sampling_s"] += max(0.0, self._sampler.sampling_s() - self._sampling_s)
         return lambda: CollectorState(
             started_step=started_step,

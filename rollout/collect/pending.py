@@ -130,7 +130,7 @@ class CollectorState(TypedDict):
     groups: list[GroupState]
     """Unfinished groups in the order of submission."""
     counts: NotRequired[dict[str, Any]]
-    """What `CollectStats.counts` says of the step under way; absent in older checkpoints."""
+    """What `CollectStats.counts` says of a step that was sampled ahead, else empty; absent in older checkpoints."""
 
 
 def pack_groups(groups: Iterable[PendingGroup]) -> list[GroupState]:
