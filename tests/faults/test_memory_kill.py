@@ -62,8 +62,9 @@ def test_the_death_of_a_worker_is_not_printed_by_ray(
         end = time.monotonic() + 30
         while DEATH_OF_A_WORKER not in caplog.text and time.monotonic() < end:
             time.sleep(0.1)
-    [record] = [record for record in caplog.records if DEATH_OF_A_WORKER in record.getMessage()]
-    assert record.levelno == logging.DEBUG
+    # One for each worker that still had a lease: the killed rank, and sometimes the one that ends beside it.
+    levels = {record.levelno for record in caplog.records if DEATH_OF_A_WORKER in record.getMessage()}
+    assert levels == {logging.DEBUG}
     assert "raylet" not in "".join(capfd.readouterr())
 
 
