@@ -218,7 +218,9 @@ class SGLangConfig(EngineConfig):
     def model_rule(self, model: Mapping[str, Any]) -> str:
         heads = model.get("num_attention_heads")
         if isinstance(heads, int) and heads % self.tp_size:
-            return f"have a number of heads that tp_size={self.tp_size} of rollout.engine_args divides, not {heads}"
+            fit = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+            size = f"rollout.engine_args.tp_size={self.tp_size}"
+            return f"have a number of heads that {size} divides, not {heads}, for which {fit} would do"
         if model.get("model_type") not in FAMILIES:
             return ""
         if model["model_type"] == "deepseek_v3":

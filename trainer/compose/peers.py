@@ -102,7 +102,7 @@ class Peer:
         """
         found = self.row(path)
         rows = [*self.keys.values()][found[1]] if found else {}
-        order = sorted(rows.items(), key=lambda row: 0 if settings is not None else self._place(*row))
+        order = sorted(rows.items(), key=lambda row: 0 if settings is not None else self._place(row[0], row[1], value))
         for pattern, answer in order:
             first, *conditions = pattern.split(" & ")
             if (match := re.fullmatch(first, as_text(value), re.IGNORECASE)) is None:
@@ -111,10 +111,7 @@ class Peer:
             # An unknown value chooses none of several rows, apart from one that is written for it.
             open_ = "" if "$" not in as_text(value) or len(rows) == 1 or "$" in first else "what"
             for condition in conditions if settings is not None and not open_ else ():
-                key, _, expected = condition.partition("=")
-                text = as_text(self.value(key, settings or {}))
-                match = re.fullmatch(self._filled(expected, value, {}, settings), text, re.IGNORECASE)
-                open_ = f"{key}, which" if "$" in text else ""
+                open_, match = self._meets(condition, value, settings or {})
                 if open_ or match is None:
                     break
                 groups |= match.groupdict()
@@ -130,15 +127,20 @@ class Peer:
             return Answer(words=tuple(filled), said=said)
         return None
 
-    def _place(self, pattern: str, answer: str) -> int:
+    def _meets(self, condition: str, value: object, settings: Settings) -> tuple[str, re.Match[str] | None]:
+        """(What is unknown of the key of a condition, the match of its value) with `settings`."""
+        key, _, expected = condition.partition("=")
+        text = as_text(self.value(key, settings))
+        match = re.fullmatch(self._filled(expected, value, {}, settings), text, re.IGNORECASE)
+        return f"{key}, which" if "$" in text else "", match
+
+    def _place(self, pattern: str, answer: str, value: object) -> int:
         """Where a row comes if the other keys are not known: 0 if its conditions hold for who sets only what is usual,
         then the others, and last a sentence for every value, such as that the key has no effect by itself."""
         first, *conditions = pattern.split(" & ")
         if first == ".*" and not parted(answer)[0]:
             return 2
-        pairs = [condition.partition("=") for condition in conditions]
-        values = {key: as_text(self.value(key, self.usual)) for key, _, _ in pairs}
-        return int(not all(re.fullmatch(expected, values[key], re.IGNORECASE) for key, _, expected in pairs))
+        return int(not all(self._meets(condition, value, self.usual)[1] for condition in conditions))
 
     def value(self, key: str, settings: Settings) -> object:
         """The value of `key`, or of one that ends with it, in a script or by default; None if it has none."""

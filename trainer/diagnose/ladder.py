@@ -69,17 +69,9 @@ def explain(
         is_apart: False if the two sides do not differ: nothing is looked for.
         progress: is told each rung.
     """
-    causes: list[Candidate] = []
     whole = case.total(base)
-    scoring, behind = base, case
-    absent: list[Candidate] = []
-    for candidate in declared:
-        there = replace(candidate, scoring=scoring.changed_as(base, candidate.scoring))
-        if there.rounds and _is_absent(*behind.multiple(scoring, there.scoring)):
-            absent.append(candidate)
-            continue
-        causes.append(there)
-        scoring, behind = there.scoring, _behind(behind, scoring, there)
+    causes, absent, behind = _declared(case, base, base, declared)
+    scoring = causes[-1].scoring if causes else base
     while is_apart and len(causes) + len(absent) < MAX_CAUSES + len(declared):
         current, noise = behind.total(scoring), noise_of(behind, scoring)
         if current <= max(NOISE * FLOAT32_NOISE, REPRODUCED * noise):
@@ -93,19 +85,27 @@ def explain(
         if best.case is not None:
             case = replace(case, target=best.case.target + case.target - behind.target, mask=best.case.mask)
         behind = _behind(behind, scoring, best)
-        # What a larger cause hid may be there after all.
-        scoring = best.scoring
-        for candidate in tuple(absent):
-            there = replace(candidate, scoring=scoring.changed_as(base, candidate.scoring))
-            if not _is_absent(*behind.multiple(scoring, there.scoring)):
-                absent.remove(candidate)
-                causes.append(there)
-                scoring, behind = there.scoring, _behind(behind, scoring, there)
-        causes = _needed(behind, base, causes, least=LEAST_OF_WHOLE * whole)
+        hidden, absent, behind = _declared(behind, base, best.scoring, absent)  # what a larger cause may have hidden
+        causes = _needed(behind, base, [*causes, *hidden], least=LEAST_OF_WHOLE * whole)
         scoring = causes[-1].scoring
         behind = behind.along(scoring, _numbers(causes))
     causes = _with_intervals(behind, causes)
     return Explanation(case=case, causes=tuple(causes), absent=tuple(absent), base=base, left=behind.total(scoring))
+
+
+def _declared(
+    case: Case, base: Scoring, scoring: Scoring, candidates: Sequence[Candidate]
+) -> tuple[list[Candidate], list[Candidate], Case]:
+    """(the candidates, each on top of `scoring`, without those that are surely absent, these, the case behind)."""
+    causes, absent = [], []
+    for candidate in candidates:
+        there = replace(candidate, scoring=scoring.changed_as(base, candidate.scoring))
+        if there.rounds and _is_absent(*case.multiple(scoring, there.scoring)):
+            absent.append(candidate)
+            continue
+        causes.append(there)
+        scoring, case = there.scoring, _behind(case, scoring, there)
+    return causes, absent, case
 
 
 def _numbers(causes: Sequence[Candidate]) -> list[Number]:
