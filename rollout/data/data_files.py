@@ -390,7 +390,10 @@ def _refuse_compressed(path: Path) -> None:
             is_right = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
         except UnicodeDecodeError as error:
             is_right, line = False, head.count(b"\n", 0, error.start) + 1
-            way_out = f"Line {line} has another encoding: iconv -f cp1252 -t utf-8 converts that of Windows. {way_out}"
+            encoding = "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "cp1252"
+            way_out = (
+                f"Line {line} has another encoding: iconv -f {encoding} -t utf-8 converts files of Windows. {way_out}"
+            )
     if not is_right:
         kind = "a parquet file" if suffix == ".parquet" else "UTF-8 text"
         raise ValueError(f"{path} must be {kind}, as its name says, and is not. {way_out}")

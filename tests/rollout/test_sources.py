@@ -324,10 +324,13 @@ def test_a_compressed_file_of_lines_is_named_as_such(tmp_path):
         list(read_rows(str(path)))
 
 
-def test_a_file_in_another_encoding_is_told_its_line_and_the_way_out(tmp_path):
+@pytest.mark.parametrize(("encoding", "line"), [("cp1252", 3), ("utf-16", 1)])
+def test_a_file_in_another_encoding_is_told_its_line_and_the_way_out(tmp_path, encoding, line):
     path = tmp_path / "rows.csv"
-    path.write_bytes("question,answer\na,1\nüb?,2\n".encode("cp1252"))
-    with pytest.raises(ValueError, match=r"must be UTF-8 text.* Line 3 has another encoding: iconv"):
+    path.write_bytes("question,answer\na,1\nüb?,2\n".encode(encoding))
+    with pytest.raises(
+        ValueError, match=rf"must be UTF-8 text.* Line {line} has another encoding: iconv -f {encoding}"
+    ):
         list(read_rows(str(path)))
 
 

@@ -78,7 +78,7 @@ def _out_problems(out: Path) -> list[Problem]:
 def _directory_problems(directory: Path) -> list[Problem]:
     if (directory / METRICS).is_file():
         return []
-    rule = f"must be the directory of a run, with its {METRICS}"
+    rule = f"must be the directory of a run that has a step, with its {METRICS}"
     of_file = (
         f"Of a bundle {command_line('parity', 'replay', directory)} writes the page." if directory.is_file() else ""
     )

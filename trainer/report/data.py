@@ -101,7 +101,9 @@ def load_run(run_dir: Path) -> RunData:
     """Read a run directory; raises FileNotFoundError if it has no metrics.jsonl."""
     metrics = run_dir / METRICS_FILE
     if not metrics.is_file():
-        raise FileNotFoundError(f"{metrics} is missing: {run_dir} is not the directory of a run")
+        raise FileNotFoundError(
+            f"{metrics} is missing: {run_dir} is not the directory of a run, or of one without a step yet"
+        )
     remarks: list[str] = []
     return RunData(
         name=run_dir.resolve().name,
