@@ -217,7 +217,7 @@ def test_a_wrong_name_is_refused_and_too_few_gpus_are_told(tmp_path: Path, capsy
     assert "--on must name at least the 8 GPUs of the run, got '4xH100-80GB'" in refused
     of_three = ["+rollout.engine_args.tp_size=3", "rollout.num_engines=1", "rollout.gpus_per_engine=3"]
     assert run([*words, "16xH100-80GB", *of_three, "policy.gpus_per_worker=1"]) == 2
-    assert "heads that tp_size=3 of rollout.engine_args divides, not 28" in capsys.readouterr().err
+    assert "tp_size=3 divides, not 28, for which 1, 2, 4, 7" in capsys.readouterr().err
     assert run([*words, "8xH100-80GB", "sampling.max_new_tokens=32768"]) == 2
     assert "sampling.max_new_tokens" in capsys.readouterr().err  # config.json has 32,768 positions
     assert run([*words, "8xRTX-4090-24GB"]) == 0
