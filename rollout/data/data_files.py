@@ -336,8 +336,9 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
 
 def _reason(error: Exception) -> str:
     found = str(error.__cause__ or error)
-    cells = "a row has more cells than the header. Commas part cells: a cell with a comma needs quotes"
-    return cells if MORE_CELLS in found else found
+    if MORE_CELLS in found:
+        return "a row has more cells than the header. Commas part cells: a cell with a comma needs quotes"
+    return f"{found}. Unpack it" if "Compression type" in found else found
 
 
 def _parquet_rows(path: Path) -> Iterator[RawRow]:

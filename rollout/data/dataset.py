@@ -113,7 +113,7 @@ def _file_dataset(
         rule = "must be '': it is appended to text, and all prompts are chat messages, which are used as they are"
         remedy = "Or write it into the messages."
         raise DataError(Problem(key="data.instruction", rule=rule, value=config.instruction, remedy=remedy))
-    notes = [line for report in reports for line in report.lines(config)]
+    notes = [*dict.fromkeys(line for report in reports for line in report.lines(config))]  # one file may be two sources
     train, *held = (prompts for prompts, _ in found.values())
     trained = {prompt.text for prompt in train}
     for report, prompts in zip(reports[1:], held, strict=True):

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -25,7 +26,7 @@ from rollout.data.conversations import Messages, left_out_problem, prompt_value,
 from rollout.data.data_files import BadRow, RawRow, checked_text, plain, row_unit, rows_of
 from rollout.data.data_layouts import Columns, choose_columns
 from rollout.data.special_tokens import control_tokens, prompt_ids
-from rollout.task_config import FileDataConfig
+from rollout.task_config import HUB_SOURCE, FileDataConfig, is_pattern, matching_files
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ LOOKED_AT = 100
 LISTED_NUMBERS = 10
 MEDIA = ("<image>", "<video>", "<audio>")
 """Places of what is no text; the column that holds it has the name, or the plural."""
-_SHARD = re.compile(r"-[0-9]{5}-of-(?P<count>[0-9]{5})\.")
+_SHARD = re.compile(r"-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<hash>-[0-9a-f]{16})?(?=\.)")
 """As the hub names the files of a split."""
 NO_TEMPLATE = Rendered(
     "", "chat messages need a tokenizer with a chat template, and the model's has none, or none that is the default"
@@ -101,9 +102,7 @@ class SourceReport:
     def lines(self, config: FileDataConfig) -> list[str]:
         """Lines about the source for the console."""
         lines = [f"{self.source}: {self.columns}; {self.num_rows:,} rows, {self.num_prompts:,} prompts"]
-        if (shard := _SHARD.search(self.source)) and int(shard["count"]) > 1:
-            every = _SHARD.sub(r"-*-of-\g<count>.", self.source)
-            lines.append(f"{self.source}: one of {int(shard['count'])} files of its data set; {every} names them all")
+        lines += _unread_files(self.source)
         if self.unread:
             unread = ", ".join(self.unread)
             lines.append(f"{self.source}: columns that are in no prompt: {unread} (data.prompt_key=a+b joins two)")
@@ -147,6 +146,28 @@ class SourceReport:
     def _templated_already(self, config: FileDataConfig) -> str:
         has_template = self.has_text and config.chat_template
         return ". Texts in the form of a chat template need data.chat_template=false" if has_template else ""
+
+
+def _unread_files(source: str) -> Iterator[str]:
+    """Yield a line for each data set of which `source` has some files: train-00000-of-00003.parquet says that there are
+    three."""
+    hub = None if Path(source).is_file() else HUB_SOURCE.fullmatch(source)
+    if hub is not None:
+        files = [str(path) for path in Path(hub["repo"]).rglob(f"{hub['split']}-*")]
+    else:
+        files = matching_files(source) if is_pattern(source) else [source]
+    read: dict[str, set[int]] = {}
+    for file in files:
+        if shard := _SHARD.search(file):
+            every = f"-*-of-{shard['count']}{'-*' if shard['hash'] else ''}"
+            read.setdefault(_SHARD.sub(every, file), set()).add(int(shard["number"]))
+    for every, numbers in read.items():
+        count = int(every.rpartition("-of-")[2][:5])
+        if len(numbers) < count:
+            more = f"{every} names {len(there)}" if len(there := matching_files(every)) > len(numbers) else ""
+            absent = ", ".join(str(number) for number in range(count) if number not in numbers)
+            more = more or f"of {every} these are not there: {absent}"
+            yield f"{source}: {len(numbers)} of {count} files of its data set; {more}"
 
 
 @dataclass(kw_only=True, slots=True)

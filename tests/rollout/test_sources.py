@@ -50,13 +50,22 @@ def test_the_files_of_a_pattern_are_one_source(tmp_path, tokenizer):
         config(tmp_path / "no-*.jsonl")
 
 
-def test_one_file_of_several_names_the_others(tmp_path, tokenizer):
-    path = write_rows(tmp_path / "train-00000-of-00002.parquet", [{"question": "a", "answer": "1"}])
-    every = f"{tmp_path}/train-*-of-00002.parquet"
-    assert (
-        f"{path}: one of 2 files of its data set; {every} names them all" in load_dataset(config(path), tokenizer).notes
-    )
-    assert not any("one of" in note for note in load_dataset(config(every), tokenizer).notes)
+def test_files_of_a_data_set_that_are_not_read_are_told(tmp_path, tokenizer):
+    """Their names say how many there are: a copy that was cut would train on the rest."""
+    names = [f"train-0000{number}-of-00003-0123456789abcdef.parquet" for number in range(3)]
+    (tmp_path / "data").mkdir()
+    paths = [write_rows(tmp_path / "data" / name, [{"question": name, "answer": "1"}]) for name in names]
+    every = f"{tmp_path}/data/train-*-of-00003-*.parquet"
+
+    def told(source):
+        return [note for note in load_dataset(config(source), tokenizer).notes if "files of its data set" in note]
+
+    assert told(paths[1]) == [f"{paths[1]}: 1 of 3 files of its data set; {every} names 3"]
+    assert told(every) == told(f"{tmp_path}@train") == []
+    Path(paths[1]).unlink()
+    cut = f"2 of 3 files of its data set; of {every} these are not there: 1"
+    assert told(every) == [f"{every}: {cut}"]
+    assert told(f"{tmp_path}@train") == [f"{tmp_path}@train: {cut}"]
 
 
 @pytest.mark.parametrize(
@@ -445,9 +454,8 @@ def test_one_note_counts_the_texts_with_control_tokens(tmp_path, tokenizer):
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     notes = [note for note in load_dataset(config(source), tokenizer).notes if "control tokens" in note]
-    texts, answers = notes[::2], notes[1::2]  # training and held-out
-    assert len(texts) == 2 and all(": 2 (<eos> in line 2, ...)" in note for note in texts)
-    assert len(answers) == 2 and all(": 1 (<eos> in line 4)" in note for note in answers)
+    texts, answers = notes  # of one file, which is training and held-out set
+    assert ": 2 (<eos> in line 2, ...)" in texts and ": 1 (<eos> in line 4)" in answers
 
 
 def test_columns_of_maps_are_dicts(tmp_path, tokenizer):
