@@ -71,6 +71,8 @@ class CollectCounts:
     """Response tokens, of this step and earlier ones, that were discarded."""
     all_lengths: list[int] = field(default_factory=list)
     """Response tokens so far of each sample of this step, kept, dropped or left over; only if order is completion."""
+    episodes: Counter[str] = field(default_factory=Counter)
+    """Counts of the episodes that ended meanwhile, by the names of their metrics; empty for responses of one turn."""
     waited_s: float = 0.0
     """Seconds in which the driver waited for the engines."""
     sampling_s: float = 0.0
@@ -187,11 +189,23 @@ class CollectStats(CollectCounts):
             "reward/generated_accuracy": self.generated_accuracy,
             **{f"reward/{key}": mean for key, mean in mean_parts(samples).items()},
             **self.scoring.metrics(),
+            **(self._of_episodes() if self.episodes else {}),
             "rollout/past_end_frac": self._past_end_frac(samples),
             "rollout/zero_variance_frac": self.groups_equal / self.groups_compared if self.groups_compared else None,
             "perf/rollout_hidden_s": self.hidden_s,
             "perf/overlap_frac": self.hidden_s / max(self.sampling_s, 1e-9),
         }
+
+    def _of_episodes(self) -> dict[str, float]:
+        """Counts of episodes, and means over kept samples: a turn is what was sampled without being shown a token."""
+        turns, shown = [], []
+        for group in self.kept:
+            for sample in group.samples:
+                turns.append(np.count_nonzero(np.diff(sample.response_mask.astype(np.int8)) == 1))
+                after_prompt = len(sample.token_ids) - len(group.prompt.token_ids)
+                shown.append(after_prompt - sample.num_response_tokens)
+        means = {"episode/turns_mean": float(np.mean(turns)), "episode/shown_tokens_mean": float(np.mean(shown))}
+        return means | {name: float(count) for name, count in self.episodes.items()}
 
     def _past_end_frac(self, samples: Sequence[Sample]) -> float | None:
         """Share of samples in which the model sampled on after the end of its turn; None if it cannot.

@@ -85,13 +85,16 @@ class Collector:
         collect: CollectConfig,
         sampling: SamplingConfig,
         plan: CollectPlan,
+        take_episode_counts: Callable[[], dict[str, int]] = dict,
     ) -> None:
+        """`take_episode_counts` gives those of `sampler` since its last call; none for responses of one turn."""
         self._sampler = sampler
         self._prompts = prompts
         self._collect = collect
         self._sampling = sampling
         self._plan = plan
         self._scorer = scorer
+        self._take_episode_counts = take_episode_counts
         self._dispatcher = Dispatcher(sampler, scorer)
         self._max_rounds, self._least = 1, 1
         if isinstance(collect, DynamicCollectConfig):
@@ -150,6 +153,7 @@ class Collector:
         self._check_invalid(step, policy_version)
         self._scorer.check()
         stats.scoring = self._scorer.take_stats()
+        stats.episodes.update(self._take_episode_counts())
         stats.kept = [group.valid_samples() for group in self._kept]
         if len(self._kept) < self._least:
             self._count_kept()

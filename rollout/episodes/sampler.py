@@ -49,8 +49,6 @@ class EpisodeStats:
 
     ended: int = 0
     turns: int = 0
-    shown: int = 0
-    """Tokens that rollout functions have shown to the model."""
     failed: int = 0
     restarted: int = 0
     calls: Counter[Failure] = field(default_factory=Counter)
@@ -62,13 +60,11 @@ class EpisodeStats:
         self.calls.update([failure] if failure else [])
         self.last_failure = f"{episode.name}: {message}"
 
-    def metrics(self) -> dict[str, float | None]:
-        """The metrics episode/turns_mean, shown_tokens_mean, failed, restarted, timeouts, crashes and errors."""
+    def counts(self) -> dict[str, int]:
+        """Those of the metrics episode/failed, restarted, timeouts, crashes and errors, by these names."""
         counts = {"failed": self.failed, "restarted": self.restarted}
         counts |= {failure.value: self.calls[failure] for failure in Failure}
-        totals = {"turns_mean": self.turns, "shown_tokens_mean": self.shown}
-        means = {f"episode/{name}": total / self.ended if self.ended else None for name, total in totals.items()}
-        return means | {f"episode/{name}": float(count) for name, count in counts.items()}
+        return {f"episode/{name}": count for name, count in counts.items()}
 
     def warn(self) -> None:
         """Log a warning if any episode failed."""
@@ -269,7 +265,6 @@ class EpisodeSampler:
         stats = self._stats_of(episode)
         stats.ended += 1
         stats.turns += episode.num_turns
-        stats.shown += episode.sampled.count(False)
         stats.failed += reason is FinishReason.failed
         self._done.append(Completion(episode.ticket, episode.generation(reason)))
 
@@ -307,10 +302,15 @@ def episode_files(sampler: Sampler) -> dict[str, str]:
     return sampler.files if isinstance(sampler, EpisodeSampler) else {}
 
 
-def episode_metrics(sampler: Sampler) -> dict[str, float | None]:
-    """Metrics episode/* since the last call, with a warning if any episode failed; empty for responses of one turn."""
+def take_episode_counts(sampler: Sampler) -> dict[str, int]:
+    """`EpisodeStats.counts` since the last call; warns of failed episodes. Empty for responses of one turn."""
     if not isinstance(sampler, EpisodeSampler):
         return {}
     stats = sampler.take_stats()
     stats.warn()
-    return stats.metrics() | {"episode/outage_s": sampler.take_outage_s()}
+    return stats.counts()
+
+
+def episode_outage(sampler: Sampler) -> dict[str, float | None]:
+    """episode/outage_s since the last call, evaluations included; empty for responses of one turn."""
+    return {"episode/outage_s": sampler.take_outage_s()} if isinstance(sampler, EpisodeSampler) else {}

@@ -40,7 +40,15 @@ PARTIAL = FixedCollectConfig(over_sampling=1.5, partial=True)
 
 
 def make(
-    sampler, collect, *, num_prompts=6, max_staleness=0, unfinished=UnfinishedGroups.drop, scorer=None, **sampling
+    sampler,
+    collect,
+    *,
+    num_prompts=6,
+    max_staleness=0,
+    unfinished=UnfinishedGroups.drop,
+    scorer=None,
+    episodes=dict,
+    **sampling,
 ):
     prompts = PromptStream(make_prompts(), seed=0)
     if scorer is None:
@@ -60,6 +68,7 @@ def make(
             max_staleness=max_staleness,
             unfinished=unfinished,
         ),
+        take_episode_counts=episodes,
     )
     return collector, prompts
 
@@ -362,20 +371,27 @@ class WithTools(Shuffled):
         return found
 
 
-def test_a_checkpoint_keeps_which_tokens_a_tool_wrote(engine):  # noqa: F811
-    def begin():
-        return make(WithTools(engine, min), FixedCollectConfig(), max_staleness=1, unfinished=UnfinishedGroups.run)
+def test_a_checkpoint_keeps_which_tokens_a_tool_wrote_and_each_step_counts_its_own_episodes(engine):  # noqa: F811
+    def begin(*failed):
+        left = [{"episode/failed": number} for number in failed]
+        running = UnfinishedGroups.run
+        sampler = WithTools(engine, min)
+        return make(sampler, FixedCollectConfig(), max_staleness=1, unfinished=running, episodes=lambda: left.pop(0))
 
-    collector, prompts = begin()
-    collector.collect(1, 0)
+    collector, prompts = begin(1, 2)
+    _, first = collector.collect(1, 0)
     collector.finish(2, 0)  # a step ahead
     state = json.loads(json.dumps([collector.state_dict(), prompts.state_dict()]))
-    whole = collector.collect(2, 1).groups
-    again, stream = begin()
+    whole, stats = collector.collect(2, 1)
+    again, stream = begin(0)
     stream.load_state_dict(state[1])
     again.load_state_dict(state[0])
-    assert again.collect(2, 1).groups == whole
-    assert not all(s.response_mask[s.num_prompt_tokens :].all() for group in whole for s in group.samples)
+    groups, resumed = again.collect(2, 1)
+    assert groups == whole
+    rows = [{k: v for k, v in each.metrics().items() if "episode/" in k} for each in (first, stats, resumed)]
+    assert [row["episode/failed"] for row in rows] == [1, 2, 2] and rows[1] == rows[2] != rows[0]
+    shown = [(~s.response_mask[len(g.prompt.token_ids) :]).sum() for g in whole for s in g.samples]
+    assert rows[1]["episode/shown_tokens_mean"] == pytest.approx(sum(shown) / len(shown)) and sum(shown) > 0
 
 
 @dataclass

@@ -20,12 +20,13 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rollout.collect.collector import Collected, Collector, CollectPlan, UnfinishedGroups
 from rollout.collect.dispatch import Sampler
 from rollout.data.dataset import PromptStream
-from rollout.episodes.sampler import episode_files, episode_metrics, with_episodes
+from rollout.episodes.sampler import episode_files, episode_outage, take_episode_counts, with_episodes
 from rollout.group.engine_group import EngineGroup
 from rollout.processes.stacks import STACKS_FILE
 from rollout.user_code.custom_class import class_files
@@ -260,7 +261,7 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
             if is_evaluated(config, step):
                 evaluation = evaluate_policy(run, log, step)
         run.ending.trained(run_state(run, step, policy_version, evaluation))
-        more = synced | evaluation | episode_metrics(run.sampler) | run.task.scorer.outage_metrics()
+        more = synced | evaluation | episode_outage(run.sampler) | run.task.scorer.outage_metrics()
         more |= run.cluster.metrics() | profiler.metrics()
         step_s = log.write(step, collected, batch, report, more, reward_s=collector.take_reward_s())
         with log.phase("checkpoint"):
@@ -356,6 +357,7 @@ def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: 
             max_staleness=config.max_staleness,
             unfinished=unfinished,
         ),
+        take_episode_counts=partial(take_episode_counts, sampler),
     )
 
 
