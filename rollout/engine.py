@@ -47,7 +47,7 @@ class EngineNeeds:
     routes: Routing = Routing.live
     """What the engine must be able to return of routes."""
     num_requests: int = 0
-    """Requests that the engine gets for a step, if all engines get as many."""
+    """Most requests that the engine has at a time, if all engines get as many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

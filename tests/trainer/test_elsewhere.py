@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_dense_model_by_hand(tmp_path: Path) -> None:
         tmp_path, DENSE, "batch.prompts_per_step=16", "batch.mini_batch_prompts=8", "batch.group_size=2",
         "data.max_prompt_tokens=100", "sampling.max_new_tokens=101", "batch.max_tokens_per_microbatch=10000",
         "reward.overlong_buffer_tokens=10", "policy.activation_checkpoint_every=1", "policy.offload=optimizer",
-        "cluster.residency=always",
+        "cluster.residency=always", "collect.over_sampling=1",
     )  # fmt: skip
     gpu = GPUS["H100-80GB"]
     plan = memory_plan(config, device_bytes=gpu.memory)
@@ -78,6 +79,11 @@ def test_a_dense_model_by_hand(tmp_path: Path) -> None:
     room = (int(0.8 * gpu.memory) - 2 * num) // 57_344
     assert plan.cache_tokens == room and plan.takes_turns
     assert at_a_time(plan, 101) == (int(room / (50 + 101)), 4)
+    many = replace(config, collect=replace(config.collect, over_sampling=1.5))
+    assert at_a_time(memory_plan(many, device_bytes=gpu.memory), 101)[1] == 6, "a round has more groups than a step"
+    words = ("schedule=bounded", "schedule.max_staleness=2", "collect=dynamic", "batch.prompts_per_step=5")
+    ahead = config_of(*words, "batch.group_size=3", "rollout.num_engines=2")
+    assert ahead.requests_per_engine == 2 * 8 * 3 / 2, "the engines begin two steps at once"
     bandwidth, rate = 0.75 * 3.35e12, 0.45 * 989e12
     # 100 decode steps of 4 responses, with 101 to 200 tokens each; then two prompts are read.
     decode = sum(2 * (body + head) + 57_344 * 4 * (101 + step) for step in range(100)) / bandwidth

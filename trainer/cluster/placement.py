@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import os
 import secrets
 from collections import Counter
@@ -203,7 +202,7 @@ class Cluster:
                 sleeps=takes_turns,
                 adapter=adapter,
                 routes=routes,
-                num_requests=math.ceil(self._config.batch.samples_per_step / config.num_engines),
+                num_requests=self._config.requests_per_engine,
             )
             # The type stubs know neither the argument nor the threads of its verbs.
             actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutWorker)  # type: ignore[call-overload]

@@ -6,6 +6,7 @@ Imports no torch, no Ray and no SGLang, so that the command line builds and chec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 
@@ -198,6 +199,16 @@ class TrainConfig(Checked):
     def shares_gpus(self) -> bool:
         """True if every GPU has one rank and a part of one engine, because each reserves a fraction of it."""
         return 0 < self.policy.gpus_per_worker < 1 and 0 < self.rollout.gpu_share < 1
+
+    @property
+    def samples_per_round(self) -> int:
+        """Responses of the first round of a step."""
+        return math.ceil(self.collect.over_sampling * self.batch.prompts_per_step) * self.batch.group_size
+
+    @property
+    def requests_per_engine(self) -> int:
+        """Most responses that an engine has at a time: a round of each step that it may sample at once."""
+        return math.ceil(max(1, self.schedule.steps_ahead) * self.samples_per_round / self.rollout.num_engines)
 
     @property
     def num_gpus(self) -> float:

@@ -73,7 +73,7 @@ def at_a_time(plan: MemoryPlan, mean: float) -> tuple[int, int]:
     config = plan.config
     prompt = batch_shape(config).prompt_tokens / config.batch.group_size  # a group's prompt is there once
     room = int((plan.cache_tokens or 0) / (prompt + mean))
-    samples = math.ceil(config.batch.samples_per_step / config.rollout.num_engines)
+    samples = config.requests_per_engine
     return room, min(room, samples, config.rollout.max_running or samples)
 
 
@@ -86,7 +86,7 @@ def step_seconds(plan: MemoryPlan, gpus: Gpus, mean: float, by: Speeds) -> StepS
     config, shape = plan.config, plan.shape
     rollout, policy, batch = config.rollout, config.policy, config.batch
     prompt, longest, ranks = batch_shape(config).prompt_tokens, config.sampling.max_new_tokens, policy.num_workers
-    samples = math.ceil(batch.samples_per_step / rollout.num_engines)
+    samples = math.ceil(config.samples_per_round / rollout.num_engines)
     flops, bytes_per_s = gpus.flops * by.flops, gpus.bytes_per_s * by.memory
     rates = Rates(flops=flops * rollout.tp_size, bytes_per_s=bytes_per_s * rollout.tp_size)
     lengths = [Lengths(prompt, tokens) for tokens in spread(samples, mean=mean, longest=longest)]

@@ -123,7 +123,7 @@ class EngineMemory:
 
     weights: int
     kv_cache: int
-    """KV cache of all samples of a step in the engine together, at the cap."""
+    """KV cache of all responses that the engine has at a time together, at the cap."""
     tokens: int
     """Tokens of these samples."""
     token_bytes: int
@@ -289,7 +289,7 @@ def _whole_parameters(shape: ModelShape) -> int:
 def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
     """Bytes of one rollout engine."""
     rollout, number_bytes = config.rollout, DTYPE_BYTES[config.rollout.dtype]
-    samples = math.ceil(config.batch.samples_per_step / rollout.num_engines)
+    samples = config.requests_per_engine
     tokens = rollout.held_tokens
     if tokens is None:
         tokens = min(samples, rollout.max_running or samples) * batch_shape(config).tokens_per_sample
