@@ -7,7 +7,7 @@ stands in a branch or a class, is `Unread`: it becomes a comment of the recipe, 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -105,6 +105,9 @@ class PythonReader:
             case ast.ClassDef(name=name, bases=bases):
                 kinds = [self._calls[_last(base)] for base in bases if _last(base) in self._calls]
                 self._calls |= dict.fromkeys([name] * bool(kinds), *kinds[:1])
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)) if _pair(names, values):
+                for target, found, value in zip(names, [self._value(each) for each in values], values, strict=True):
+                    self._store(target, found, value)
             case ast.Assign(targets=targets, value=value):
                 for target in targets:
                     self._store(target, self._value(value), value)
@@ -255,6 +258,11 @@ class PythonReader:
 
 def _nodes(node: ast.AST, kind: type[_Node]) -> Iterator[_Node]:
     return (each for each in ast.walk(node) if isinstance(each, kind))
+
+
+def _pair(targets: Sequence[ast.expr], values: Sequence[ast.expr]) -> bool:
+    """True if each of `targets` is assigned the value at its place."""
+    return len(targets) == len(values) and not any(isinstance(each, ast.Starred) for each in [*targets, *values])
 
 
 def _last(node: ast.expr) -> str:
