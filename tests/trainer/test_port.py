@@ -113,6 +113,7 @@ def test_a_script_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert config.advantage.estimator is Estimator.dr_grpo and config.optim.lr == 2e-6
     assert config.reference.estimator is KLEstimator.unbiased and not config.reference.weighted
     assert config.batch.prompts_per_step == 4 and config.sources == ["a:b@c", "d@e"]
+    assert config.eval.max_prompts is None, "TRL evaluates all rows"
     assert "# output_dir=$os.environ['X']: depends on" in recipe
 
 
@@ -197,10 +198,17 @@ def test_evaluation_and_warm_up_of_verl_are_those_of_a_silent_script(
 ) -> None:
     words = "actor_rollout_ref.rollout.top_p=0.9 actor_rollout_ref.rollout.top_k=50 trainer.critic_warmup=5 "
     text = VERL.replace("adv_estimator=grpo", "adv_estimator=gae").replace("trainer.default", f"{words}trainer.default")
-    config, _ = port("run.sh", text, tmp_path, monkeypatch)
+
+    def evaluated(more: str) -> TrainConfig:
+        directory = tmp_path / f"with {more}".strip()
+        directory.mkdir()
+        return port("run.sh", text.replace("trainer.default", f"{more}trainer.default"), directory, monkeypatch)[0]
+
+    config = evaluated("")
     assert (config.sampling.top_p, config.sampling.top_k) == (0.9, 50)
     assert (config.eval.top_p, config.eval.top_k) == (1, -1)
     assert config.critic.warmup_rollout_steps == 4, "verl's step 5 trains the policy"
+    assert config.eval.max_prompts is None and evaluated("data.val_max_samples=64 ").eval.max_prompts == 64
 
 
 @pytest.mark.parametrize(
@@ -398,8 +406,9 @@ def lines_of(recipe: str, start: str) -> list[str]:
 def test_what_python_computes_or_changes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = """
 from trl import GRPOConfig as Config, GRPOTrainer
-N = 4
-common = dict(num_generations=N, learning_rate=2e-6)
+N, LR, HOST = 2e-6, 4, os.uname()
+LR, N = N, LR
+common = dict(num_generations=N, learning_rate=LR)
 common["temperature"] = 0.9
 common.update({"seed": 7})
 def reward(completions):

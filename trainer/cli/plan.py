@@ -283,7 +283,5 @@ def _evaluation(config: TrainConfig) -> str:
     every = f", every {counted(config.eval.every, 'step')}" if config.eval.every else ""
     samples = f"{config.eval.samples} times sampled" if config.eval.samples > 1 else "sampled"
     sets = f"; also on {', '.join(config.eval.sets)}" if config.eval.sets else ""
-    return (
-        f"before the first step{every} and after the last: up to {config.eval.max_prompts} held-out prompts, "
-        f"greedy and {samples}{sets}"
-    )
+    prompts = f"up to {most}" if (most := config.eval.max_prompts) else "all"
+    return f"before the first step{every} and after the last: {prompts} held-out prompts, greedy and {samples}{sets}"

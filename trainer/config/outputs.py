@@ -38,8 +38,8 @@ class EvalConfig(Checked):
 
     every: int = ruled(0, at_least(0))
     """Number of steps between further evaluations; 0 evaluates before the first step and after the last one only."""
-    max_prompts: int = ruled(200, at_least(1))
-    """Largest number of prompts used from every set, counted from the beginning of the set."""
+    max_prompts: int | None = ruled(200, at_least(1))
+    """Largest number of prompts used from every set, counted from the beginning of the set; null means all."""
     samples: int = ruled(1, at_least(1))
     """Number of sampled responses per prompt, the k of avg@k, pass@k and maj@k; one greedy response is added. Vetted:
     32 for AIME."""
