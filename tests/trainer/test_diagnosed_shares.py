@@ -113,6 +113,20 @@ def test_noise_of_the_size_of_a_type_that_both_sides_have_is_its_arithmetic(path
     assert sum(part.share for part in diagnosis.parts if part.name == "arithmetic") > 0.7
 
 
+def test_an_order_has_no_more_than_its_side_is_away_from_the_definition(path: Path) -> None:
+    """int8 beside 16 bits on both sides, which round nearly alike: the type by itself would make much more of K3."""
+    exact, half, both = scorer_of(path).score([Scoring(), HALF, INT8.computed_in(DType.bfloat16)])
+    little = noise(0.2 * float((half - exact).std()))
+    declared = replace(BOTH, trainer_dtype=DType.bfloat16)
+    trainer, mask = half + little, torch.ones(TOKENS, dtype=torch.bool)
+    diagnosis = diagnose(scorer_of(path, both + little.flip(0), trainer), declared, progress=lambda text: None)
+    away = k3_between(trainer, half, mask)
+    assert k3_between(half, exact, mask) > 10 * away, "so much would be the type's"
+    orders = [part for part in diagnosis.parts if part.name == "arithmetic"]
+    assert len(orders) == 2 and all(part.k3 < 1.5 * away for part in orders)
+    assert part_of(diagnosis, "quantization").low > 0.5
+
+
 def made_up(tokens: int, *, seed: int) -> Shares:
     """Two causes that do nearly the same, and much that neither explains."""
     draw = torch.Generator().manual_seed(seed)

@@ -237,6 +237,7 @@ def _divided(
 ) -> Diagnosis:
     """Divide K3 among the causes of both sides."""
     effects = [effect for side, each in found.items() for effect in _effects(side, each, evidence)]
+    effects += _own_orders(found, evidence)
     bases = {side: each.case.scorer.score([each.base])[0] for side, each in found.items()}
     if routing is not None and not routing.is_replayed:
         own = _own_experts(routing, found["trainer"].base)
@@ -302,9 +303,27 @@ def _effects(side: str, found: Explanation, evidence: Evidence) -> Iterator[Effe
         yield Effect(side=side, cause=cause, change=change, size=size)
     for cause in found.absent:
         yield Effect(side=side, cause=cause, change=zero, size=zero)
-    if found.base.body.arithmetic is not DType.float32:  # of both sides, in another order
-        plain, changed = scorer.score([found.base.exact, found.base])
-        yield Effect(side=side, cause=_own_order(side, found.base), change=zero, size=k3(changed - plain))
+
+
+def _own_orders(found: dict[str, Explanation], evidence: Evidence) -> Iterator[Effect]:
+    """For both sides, what another order of a 16-bit arithmetic adds to K3, if that is the arithmetic of both.
+
+    That is what the rounding itself makes, at most. A side of which nothing else is known differs from the definition
+    by its order alone; where this is less, it is taken for both sides.
+    """
+    sizes = []
+    for side, each in found.items():
+        if each.base.body.arithmetic is DType.float32:
+            return
+        exact, rounded = each.case.scorer.score([each.base.exact, each.base])
+        sizes.append(k3(rounded - exact))
+        if not each.causes:
+            own = evidence.engine if side == "engine" else evidence.trainer
+            sizes.append(k3(own - rounded))
+    least = min(sizes, key=lambda size: float(size[evidence.mask].nansum()))
+    for side, each in found.items():
+        cause = _own_order(side, each.base)
+        yield Effect(side=side, cause=cause, change=torch.zeros_like(least), size=least.nan_to_num(0.0))
 
 
 def _orders(causes: Sequence[Candidate]) -> list[tuple[list[int], bool]]:
