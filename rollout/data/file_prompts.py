@@ -156,17 +156,16 @@ def _unread_files(source: str) -> Iterator[str]:
         files = [str(path) for path in Path(hub["repo"]).rglob(f"{hub['split']}-*")]
     else:
         files = matching_files(source) if is_pattern(source) else [source]
-    read: dict[str, set[int]] = {}
+    read: dict[tuple[str, int], set[int]] = {}
     for file in files:
         if shard := _SHARD.search(file):
-            every = f"-*-of-{shard['count']}{'-*' if shard['hash'] else ''}"
-            read.setdefault(_SHARD.sub(every, file), set()).add(int(shard["number"]))
-    for every, numbers in read.items():
-        count = int(every.rpartition("-of-")[2][:5])
+            every = _SHARD.sub(f"-*-of-{shard['count']}{'-*' if shard['hash'] else ''}", file)
+            read.setdefault((every, int(shard["count"])), set()).add(int(shard["number"]))
+    for (every, count), numbers in read.items():
         if len(numbers) < count:
-            more = f"{every} names {len(there)}" if len(there := matching_files(every)) > len(numbers) else ""
             absent = ", ".join(str(number) for number in range(count) if number not in numbers)
-            more = more or f"of {every} these are not there: {absent}"
+            there = len(matching_files(every))
+            more = f"{every} names {there}" if there > len(numbers) else f"of {every} these are not there: {absent}"
             yield f"{source}: {len(numbers)} of {count} files of its data set; {more}"
 
 

@@ -4,6 +4,7 @@ import gzip
 import json
 from datetime import date
 from decimal import Decimal
+from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
@@ -331,6 +332,13 @@ def test_a_compressed_file_of_lines_is_named_as_such(tmp_path):
     path.write_bytes(gzip.compress(b'{"question": "a", "answer": "1"}\n'))
     with pytest.raises(ValueError, match="Unpack it if it is compressed"):
         list(read_rows(str(path)))
+
+
+@pytest.mark.skipif(find_spec("zstandard") is not None, reason="with zstandard such a file is read")
+def test_a_file_of_a_directory_that_nothing_unpacks_has_a_way_out(tmp_path):
+    (tmp_path / "train.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd" + bytes(60))
+    with pytest.raises(ValueError, match=r"could not be read: .*Unpack it"):
+        list(read_rows(f"{tmp_path}@train"))
 
 
 @pytest.mark.parametrize(("encoding", "line"), [("cp1252", 3), ("utf-16", 1)])

@@ -237,7 +237,6 @@ def _divided(
 ) -> Diagnosis:
     """Divide K3 among the causes of both sides."""
     effects = [effect for side, each in found.items() for effect in _effects(side, each, evidence)]
-    effects += _own_orders(found, evidence)
     bases = {side: each.case.scorer.score([each.base])[0] for side, each in found.items()}
     if routing is not None and not routing.is_replayed:
         own = _own_experts(routing, found["trainer"].base)
@@ -246,6 +245,7 @@ def _divided(
     deviations = {
         side: torch.where(each.case.mask, each.case.target - bases[side], math.nan) for side, each in found.items()
     }
+    effects += _own_orders(found, bases, deviations)
     result = shares(deviations, effects, evidence.trainer - evidence.engine, evidence.mask, evidence.lengths)
     parts = [_part(effect, share, evidence) for effect, share in zip(effects, result.parts, strict=True)]
     for one, other, tokens in result.mixed:
@@ -305,9 +305,12 @@ def _effects(side: str, found: Explanation, evidence: Evidence) -> Iterator[Effe
         yield Effect(side=side, cause=cause, change=zero, size=zero)
 
 
-def _own_orders(found: dict[str, Explanation], evidence: Evidence) -> Iterator[Effect]:
+def _own_orders(
+    found: dict[str, Explanation], bases: dict[str, Tensor], deviations: dict[str, Tensor]
+) -> Iterator[Effect]:
     """For both sides, what another order of a 16-bit arithmetic adds to K3, if that is the arithmetic of both.
 
+    `bases` are the log-probs of the definition, `deviations` those of each side less these, NaN where none counts.
     That is what the rounding itself makes, at most. A side of which nothing else is known differs from the definition
     by its order alone; where this is less, it is taken for both sides.
     """
@@ -315,12 +318,11 @@ def _own_orders(found: dict[str, Explanation], evidence: Evidence) -> Iterator[E
     for side, each in found.items():
         if each.base.body.arithmetic is DType.float32:
             return
-        exact, rounded = each.case.scorer.score([each.base.exact, each.base])
-        sizes.append(k3(rounded - exact))
+        [exact] = each.case.scorer.score([each.base.exact])
+        sizes.append(torch.where(each.case.mask, k3(bases[side] - exact), 0.0))
         if not each.causes:
-            own = evidence.engine if side == "engine" else evidence.trainer
-            sizes.append(k3(own - rounded))
-    least = min(sizes, key=lambda size: float(size[evidence.mask].nansum()))
+            sizes.append(k3(deviations[side].nan_to_num(0.0)))
+    least = min(sizes, key=lambda size: float(size.nansum()))
     for side, each in found.items():
         cause = _own_order(side, each.base)
         yield Effect(side=side, cause=cause, change=torch.zeros_like(least), size=least.nan_to_num(0.0))
